@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from meshwright.workloads.mnist import Net
+from meshwright.workloads.text.decoder import Decoder
 
 SAMPLES, BATCH = 42, 16  # the third batch is short: ten samples
 CLASSES, WORDS, LENGTH = 4, 37, 6  # a vocabulary that no number of ranks divides
@@ -207,6 +208,12 @@ class ZooModel:
     loss: Callable[[Any, Any], Any]
 
 
+def mixture() -> Decoder:
+    """Our own decoder with experts, which drop tokens that exceed their capacity."""
+    experts = {"number": 4, "top_k": 2, "capacity": 1.2}
+    return Decoder(4, 16, 4, LENGTH, WORDS, positions="rotary", activation="swiglu", feedforward=16, experts=experts)
+
+
 ZOO = {
     "mnist": ZooModel(Net, "digits", F.cross_entropy),
     "vgg": ZooModel(Vgg, "images", F.cross_entropy),
@@ -215,4 +222,5 @@ ZOO = {
     "bert": ZooModel(Bert, "tokens", token_loss),
     "two_tower": ZooModel(TwoTowers, "pairs", pair_loss),
     "multitask": ZooModel(MultiTask, "features", task_loss),
+    "mixture": ZooModel(mixture, "tokens", token_loss),
 }

@@ -12,7 +12,7 @@ Memory: the maximum over the first and the last rank of a pipeline (`floor`), an
 Time, with c = f + b the seconds of a stage (forward f, backward b), divided by the tensor axis, and m microbatches:
 
     span    = max over ranks k of  m · c_k + Σ over ranks before k of (c, or f if weight gradients
-              are delayed)                                                                          _span_lower_bound
+              are delayed)                                                                          span_lower_bound
     floor   = span, without the wide layers that are split, because splitting makes them faster by
               an unknown factor (larger products of thinner weights)                                _wide_layers_s
     guess   = span + all-reduces of the tensor axis + transfers between stages + exposed gradient
@@ -37,8 +37,10 @@ from meshwright.planner.branch_placement import branch_ranks, rank_pieces, rank_
 from meshwright.planner.candidates import AxisSizes, Candidate
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.model_summary import ModelSummary, PieceSummary
+from meshwright.planner.pipeline_bounds import StageSeconds, in_flight, span_lower_bound
 from meshwright.simulator.communication.collectives import collective_s, overlap
 from meshwright.simulator.communication.placement import RankGroup, group_of_axes
+from meshwright.simulator.experts import expert_group, routed_bytes
 
 # The share of a backward pass that gradient communication overlaps in a guess. It is less than 1, because the last
 # bucket is ready only at the end of the pass. This chosen value affects which candidates are simulated and in which
@@ -46,7 +48,6 @@ from meshwright.simulator.communication.placement import RankGroup, group_of_axe
 _OVERLAPPED = 0.8
 
 _Stages = list[tuple[int, int]]  # [begin, end): the pieces of each stage
-_StageSeconds = list[tuple[float, float]]  # forward and backward pass of each stage, for one microbatch
 
 
 class _WeightBytes(NamedTuple):
@@ -89,12 +90,14 @@ class PrefixSums:
 @dataclass(frozen=True)
 class _PieceSums:
     """The pieces of one rank, with sums over consecutive pieces: `weights` are bytes of weights, `trained` those that
-    are not frozen, `saved` are bytes of activations per sample that are saved for the backward pass."""
+    are not frozen, `saved` are bytes of activations per sample that are saved for the backward pass, `experts` are
+    bytes of the weights of experts."""
 
     pieces: tuple[PieceSummary, ...]
     weights: PrefixSums
     trained: PrefixSums
     saved: PrefixSums
+    experts: PrefixSums
 
 
 @dataclass
@@ -109,6 +112,7 @@ class BoundCalculator:
     _pass_seconds: dict[Candidate, _PassSeconds] = field(default_factory=dict)
     _largest_weights: dict[tuple[Any, ...], _WeightBytes] = field(default_factory=dict)
     _piece_sums: dict[tuple[int, str], _PieceSums] = field(default_factory=dict)
+    _routed: dict[int, list[tuple[float, float, int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         sent = sorted(piece.sent_bytes for piece in self.summary.pieces if piece.cuttable)
@@ -166,6 +170,8 @@ class BoundCalculator:
             return weights_and_state + max(trained, in_optimizer)
         gathered = weights.all if sizes.sharding != "parameters" else self._gathered_bytes(sizes.tensor, pieces)
         gradients = weights.trained if sizes.sharding == "optimizer" else trained
+        if sizes.expert > 1:  # a lower bound: experts are gathered over fewer ranks or not at all
+            gathered, gradients = 0.0, trained
         return weights_and_state + max(gathered + gradients, in_optimizer)
 
     def _gathered_bytes(self, tensor: int, pieces: tuple[PieceSummary, ...] | None = None) -> float:
@@ -185,6 +191,7 @@ class BoundCalculator:
                 PrefixSums([piece.weight_bytes for piece in pieces]),
                 PrefixSums([piece.trained_bytes for piece in pieces]),
                 PrefixSums([piece.saved_bytes for piece in pieces]),
+                PrefixSums([piece.expert_bytes for piece in pieces]),
             )
             self._piece_sums[tensor, recompute] = sums
         return sums
@@ -195,6 +202,11 @@ class BoundCalculator:
         sums = self._sums(sizes.tensor, "none")
         weights = sum(sums.weights.of(*stage) for stage in stages)
         trained = sum(sums.trained.of(*stage) for stage in stages)
+        if sizes.expert > 1:
+            # Sharded weights of experts are those of a rank, too: as many as without an expert axis (experts.py).
+            on_others = (1 - 1 / sizes.expert) * sum(sums.experts.of(*stage) for stage in stages)
+            on_others = on_others if sizes.shard == 1 else 0.0
+            return _WeightBytes(weights - on_others, max(0.0, trained - on_others))
         if not sizes.splits_wide_layers or self.summary.wide_layers is None:
             return _WeightBytes(weights, trained)
         elsewhere = weights * self.summary.wide_layers.weight_share * (1 - 1 / sizes.replicate)
@@ -204,7 +216,8 @@ class BoundCalculator:
         """The bytes of weights of the pipeline rank that has most, before sharding."""
         sizes = candidate.sizes
         replicate = sizes.splits_wide_layers and sizes.replicate
-        key = (sizes.tensor, replicate, sizes.pipeline, candidate.stages, candidate.recompute)
+        divided = sizes.shard == 1 and sizes.expert
+        key = (sizes.tensor, replicate, divided, sizes.pipeline, candidate.stages, candidate.recompute)
         if key not in self._largest_weights:
             self._largest_weights[key] = max(
                 self._rank_weights(sizes, stages[rank :: sizes.pipeline]) for rank in range(sizes.pipeline)
@@ -231,9 +244,7 @@ class BoundCalculator:
         floor = self.states_bytes(sizes)
         for rank in {0, ranks - 1}:
             rank_stages = stages[rank::ranks]
-            saved_bytes = (
-                sum(saved.of(*stage) for stage in rank_stages) * _in_flight(candidate, rank) / len(rank_stages)
-            )
+            saved_bytes = sum(saved.of(*stage) for stage in rank_stages) * in_flight(candidate, rank) / len(rank_stages)
             states = self._states_bytes(sizes, self._rank_weights(sizes, rank_stages))
             floor = max(floor, states + saved_bytes * candidate.microbatch_samples)
         return floor
@@ -256,7 +267,7 @@ class BoundCalculator:
             guess += self._gradients_s(candidate, weights, _PassSeconds(span, forward, backward))
         return Bounds(self.memory_floor(candidate), span, guess)
 
-    def _stage_seconds(self, candidate: Candidate, stages: _Stages) -> _StageSeconds:
+    def _stage_seconds(self, candidate: Candidate, stages: _Stages) -> StageSeconds:
         batch, summary = candidate.microbatch_samples, self.summary
         if batch not in self._piece_seconds:
             seconds = summary.piece_seconds(batch)
@@ -283,7 +294,7 @@ class BoundCalculator:
         if key not in self._pass_seconds:
             seconds = self._stage_seconds(candidate, stages)
             forward, backward = (sum(both) / sizes.pipeline for both in zip(*seconds, strict=True))
-            self._pass_seconds[key] = _PassSeconds(_span_lower_bound(candidate, seconds), forward, backward)
+            self._pass_seconds[key] = _PassSeconds(span_lower_bound(candidate, seconds), forward, backward)
         return self._pass_seconds[key]
 
     def _wide_layers_s(self, candidate: Candidate) -> float:
@@ -314,9 +325,26 @@ class BoundCalculator:
             seconds += 2 * send_s * (sizes.pipeline - 1) * rounds * candidate.stages_per_rank
         if sizes.data_ranks > 1:
             seconds += self._gradients_s(candidate, weights, passes)
+        if sizes.expert > 1:
+            seconds += self._experts_s(candidate)
         if sizes.splits_wide_layers:
             seconds += self._wide_layers_communication_s(candidate)
         return seconds
+
+    def _experts_s(self, candidate: Candidate) -> float:
+        """The seconds of sending tokens to experts and back, in both passes."""
+        sizes, batch = candidate.sizes, candidate.microbatch_samples
+        group = expert_group(sizes.axes, self.inputs.cluster)
+        one_microbatch = sum(
+            4 * times * collective_s("all_to_all", rows, group, self.inputs.cluster)
+            for rows, _, times in self._routed_bytes(batch)
+        )
+        return one_microbatch / sizes.pipeline * candidate.microbatches
+
+    def _routed_bytes(self, batch: int) -> list[tuple[float, float, int]]:
+        if batch not in self._routed:
+            self._routed[batch] = routed_bytes(self.summary.profile, batch)
+        return self._routed[batch]
 
     def _optimizer_s(self, sizes: AxisSizes, trained_bytes: float) -> float:
         """The seconds of the optimizer's step, which is limited by memory bandwidth: it reads weights, gradients and
@@ -366,32 +394,3 @@ def _weight_bytes(pieces: tuple[PieceSummary, ...]) -> _WeightBytes:
     return _WeightBytes(
         float(sum(piece.weight_bytes for piece in pieces)), float(sum(piece.trained_bytes for piece in pieces))
     )
-
-
-def _in_flight(candidate: Candidate, rank: int) -> int:
-    """The number of microbatches whose activations a rank stores at once. A microbatch counts once for each stage of
-    the rank."""
-    ranks, count, stages = candidate.sizes.pipeline, candidate.microbatches, candidate.stages_per_rank
-    if ranks == 1:
-        return 1
-    if candidate.schedule == "gpipe":
-        return count
-    warm_up = (2 if candidate.schedule == "interleaved_1f1b" else 1) * (ranks - 1 - rank)
-    if candidate.schedule == "zero_bubble":
-        warm_up += rank  # activations are kept until the weight gradients are computed
-    return min((stages - 1) * ranks + warm_up + 1, stages * count)
-
-
-def _span_lower_bound(candidate: Candidate, seconds: _StageSeconds) -> float:
-    """A lower bound of the seconds from the first forward pass to the last backward pass. `seconds` are those of each
-    stage."""
-    ranks, count = candidate.sizes.pipeline, candidate.microbatches
-    # Weight gradients fill the bubble, unless a backward pass is not split (`Runtime.splits_backward`).
-    delays_weight_gradients = candidate.schedule == "zero_bubble" and candidate.recompute == "none"
-    span = delay = 0.0
-    for rank in range(ranks):
-        busy = sum(forward + backward for forward, backward in seconds[rank::ranks])
-        span = max(span, count * busy + delay)
-        forward, backward = seconds[rank]
-        delay += forward if delays_weight_gradients else forward + backward
-    return span

@@ -1,6 +1,7 @@
 """Lists the plans that are possible for a model on a cluster: factorizations of the ranks, and the choices within each.
 
     ranks  = pipeline × replicate × shard × tensor                                              possible_axis_sizes
+             Experts are divided over ranks of the shard axis, or without one of the replicate axis  _with_data_axes
              The tensor axis lies within a node, and its size divides the degree of every split group; or it
              has at most as many ranks as there are branches, which are placed on different ranks, and there
              is no pipeline                                                                     _with_placed_branches
@@ -53,6 +54,7 @@ class AxisSizes:
     splits_wide_layers    a few large layers are split over the replicate axis
     placed_branches       the towers or heads that are placed on different ranks of the tensor axis; "" for none
     splits_shared_layers  with placed branches: layers outside of them are split over the tensor axis, else replicated
+    expert                data ranks that share the experts of a mixture
     """
 
     tensor: int = 1
@@ -63,10 +65,12 @@ class AxisSizes:
     splits_wide_layers: bool = False
     placed_branches: Literal["", "towers", "heads"] = ""
     splits_shared_layers: bool = False
+    expert: int = 1
 
     @property
     def axes(self) -> Axes:
-        return Axes(replicate=self.replicate, shard=self.shard, tensor=self.tensor, pipeline=self.pipeline)
+        sizes = {name: getattr(self, name) for name in ("replicate", "shard", "tensor", "pipeline", "expert")}
+        return Axes(**sizes)
 
     @property
     def ranks(self) -> int:
@@ -84,7 +88,7 @@ class AxisSizes:
         axes = [name for name in ("replicate", "shard", "tensor", "pipeline") if getattr(self, name) > 1]
         wide = ["wide layers"] * self.splits_wide_layers
         placed = [self.placed_branches] * bool(self.placed_branches) + ["shared layers"] * self.splits_shared_layers
-        return (*axes, *wide, *placed)
+        return (*axes, *["expert"] * (self.expert > 1), *wide, *placed)
 
 
 @dataclass(frozen=True)
@@ -170,6 +174,23 @@ def _with_placed_branches(summary: ModelSummary, inputs: PlanningInputs, ranks: 
 def _with_data_axes(
     summary: ModelSummary, inputs: PlanningInputs, sizes: AxisSizes, data_ranks: int
 ) -> Iterator[AxisSizes]:
+    """Yields the sizes of `_with_replicas_or_shards`, and those with experts divided over data ranks: over as many as
+    possible within a node, and over as many as possible."""
+    for divided in _with_replicas_or_shards(summary, inputs, sizes, data_ranks):
+        yield divided
+        if divided.splits_wide_layers or divided.placed_branches or inputs.offload == "parameters":
+            continue
+        over = divided.shard if divided.shard > 1 else divided.replicate
+        most = gcd(summary.expert_degree, over)
+        within_node = gcd(most, max(1, inputs.devices_per_node // sizes.tensor))
+        for ranks in sorted({most, within_node} - {1}):
+            if not summary.has_listed_experts or (divided.pipeline == 1 and divided.shard in (1, ranks)):
+                yield replace(divided, expert=ranks)
+
+
+def _with_replicas_or_shards(
+    summary: ModelSummary, inputs: PlanningInputs, sizes: AxisSizes, data_ranks: int
+) -> Iterator[AxisSizes]:
     """Yields `sizes` with the data ranks as replicas, as replicas with the wide layers split, or as shards. Shards
     extend over all data ranks, or over those within a node. Only shards of parameters can be in CPU memory."""
     only_shards = inputs.offload == "parameters"
@@ -204,6 +225,8 @@ def candidate_series(
     local_batch = -(-inputs.global_batch // sizes.data_ranks)
     batches = [local_batch] if inputs.compares_samples else _microbatch_sizes(local_batch, inputs.even_shares)
     for schedule, stages_per_rank in _SCHEDULES if sizes.pipeline > 1 else _SCHEDULES[:1]:
+        if sizes.expert > 1 and schedule == "zero_bubble":  # its backward pass in two parts would exchange tokens twice
+            continue
         if sizes.pipeline > 1 and sizes.pipeline * stages_per_rank > sum(p.cuttable for p in summary.pieces) + 1:
             continue
         counts = {batch: -(-local_batch // batch) for batch in batches}

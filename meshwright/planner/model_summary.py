@@ -19,6 +19,7 @@ from meshwright.profile.values import ModelProfile, TraceSegment
 from meshwright.simulator.compute.chunked_loss import chunked_profile
 from meshwright.simulator.compute.operator_time import DeviceSpeeds, device_speeds, operator_s
 from meshwright.simulator.compute.passes import product_dtype
+from meshwright.simulator.experts import expert_names
 from meshwright.simulator.tensor.split_profile import split_profile
 
 _SIXTEEN_BITS = ("bf16", "fp16")
@@ -31,6 +32,7 @@ class PieceSummary:
 
     weight_bytes  the piece's weights
     trained_bytes those of them that are not frozen
+    expert_bytes  those of them that belong to experts of a mixture, in trained pieces
     saved_bytes   activations of one sample that are kept for the backward pass
     sent_bytes    activations of one sample that the next piece receives
     cuttable      the model can be cut behind the piece
@@ -44,6 +46,7 @@ class PieceSummary:
     sent_bytes: float
     cuttable: bool
     recomputable: bool
+    expert_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,16 @@ class ModelSummary:
         """The largest possible size of the tensor axis. Every divisor of it can split every group, groups split by
         vocabulary aside, which any size can split. It is 1 if no group can be split."""
         return gcd(*(group.degree for group in self._groups if not _by_vocabulary(group)), 0) or 1
+
+    @cached_property
+    def expert_degree(self) -> int:
+        """The largest number of ranks that can share the experts; 1 if the model has none."""
+        return gcd(*(layer.number for layer in self.profile.experts), 0) or 1
+
+    @property
+    def has_listed_experts(self) -> bool:
+        """Whether experts are modules of a list, of which ranks hold different ones."""
+        return any(layer.is_list for layer in self.profile.experts)
 
     @cached_property
     def split_flop_share(self) -> float:
@@ -260,12 +273,14 @@ def _summarize_pieces(profile: ModelProfile) -> tuple[PieceSummary, ...]:
     structure = profile.structure
     names = structure.pieces if structure and structure.pieces else ("",)
     piece_index = _PieceIndex({name: index for index, name in enumerate(names)})
-    weights, trained = [0] * len(names), [0] * len(names)
+    weights, trained, of_experts = [0] * len(names), [0] * len(names), [0] * len(names)
+    experts = expert_names(profile)
     for parameter in profile.parameters:
         # A tied weight counts in every piece that has one of its names.
         for index in {piece_index.of(name.rpartition(".")[0]) for name in parameter.names}:
             weights[index] += parameter.bytes
             trained[index] += parameter.bytes if parameter.trainable else 0
+            of_experts[index] += parameter.bytes if parameter.names[0] in experts else 0
     saved = [0.0] * len(names)
     # The fewest bytes of any plan: with a loss in chunks, no scores are saved.
     for segment in chunked_profile(profile, 2).segments:
@@ -289,6 +304,7 @@ def _summarize_pieces(profile: ModelProfile) -> tuple[PieceSummary, ...]:
             sent_bytes=sent.get(name, 0.0),
             cuttable=name in sent,
             recomputable=any(is_inside(name, block) for block in blocks),
+            expert_bytes=of_experts[index],
         )
         for index, name in enumerate(names)
     )

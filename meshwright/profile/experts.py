@@ -34,6 +34,18 @@ class ExpertLayer:
     weights: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class RoutedExperts:
+    """The `number` experts of one mixture. `module` is the module that has or holds them, `modules` those that compute
+    with their weights, and `parameters` are the names of the weights. `is_list`: each expert is a module of its own."""
+
+    module: str
+    number: int
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+    is_list: bool
+
+
 def find_expert_layers(model: nn.Module) -> tuple[ExpertLayer, ...]:
     """Returns the mixtures of experts of a model in the order of its modules. The model may be on the meta device."""
     layers: list[ExpertLayer] = []
@@ -53,6 +65,20 @@ def parameter_names(model: nn.Module, layer: ExpertLayer) -> tuple[str, ...]:
     if layer.kind == "stacked":
         return layer.weights
     return tuple(join(name, own) for name in layer.weights for own, _ in model.get_submodule(name).named_parameters())
+
+
+def routed_experts(model: nn.Module) -> tuple[RoutedExperts, ...]:
+    """The mixtures of a model, for its profile."""
+    return tuple(
+        RoutedExperts(
+            layer.module,
+            layer.experts,
+            (layer.module,) if layer.kind == "stacked" else layer.weights,
+            parameter_names(model, layer),
+            layer.kind == "list",
+        )
+        for layer in find_expert_layers(model)
+    )
 
 
 def join(*names: str) -> str:

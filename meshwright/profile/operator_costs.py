@@ -26,6 +26,8 @@ from meshwright.blocks.operator_kinds import OperatorKind
 from meshwright.profile.torch_private import operator_arguments, operator_name, operator_packet, tree_leaves
 
 aten = torch.ops.aten
+# The grouped products of workloads/text/experts.py and of the transformers library where torch has no kernel.
+_LOOPED_PRODUCTS = ("looped_product", "looped_weight_gradient", "grouped_mm_fallback")
 _TORCH_FORMULAS: dict[Any, Callable[..., int]] = dict(flop_registry)
 
 
@@ -46,9 +48,10 @@ def operator_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], res
         return gradient_count * _convolution_flops(args[1], args[2], args[0], transposed=args[7])
     if packet is aten.convolution:
         return _convolution_flops(args[0], args[1], result, transposed=args[6])
-    if packet is aten._grouped_mm:
+    if packet is aten._grouped_mm or name in _LOOPED_PRODUCTS:
         left, right = args[:2]
-        return int(2 * left.shape[-2] * left.shape[-1] * right.shape[-1])
+        columns = right.shape[1] if name == "looped_product" else right.shape[-1]
+        return int(2 * left.shape[-2] * left.shape[-1] * columns)
     formula = _TORCH_FORMULAS.get(packet)
     return int(formula(*args, **kwargs, out_val=result)) if formula else 0
 

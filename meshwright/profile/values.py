@@ -11,6 +11,7 @@ from math import prod
 from typing import Literal
 
 from meshwright.blocks.operator_kinds import OperatorKind
+from meshwright.profile.experts import RoutedExperts
 from meshwright.profile.structure.structure import Structure
 
 Phase = Literal["forward", "backward"]
@@ -153,6 +154,7 @@ class ModelProfile:
 
     `blocks` are the modules that are recomputed, or whose sharded weights are gathered, one after another. `structure`
     is None unless the caller of `trace_profile` requested it; splits along the tensor axis and pipeline stages need it.
+    `experts` are the mixtures of experts, whose rows were routed evenly.
     """
 
     precision: str
@@ -164,6 +166,7 @@ class ModelProfile:
     recompute: str = "none"
     blocks: tuple[str, ...] = ()
     structure: Structure | None = None
+    experts: tuple[RoutedExperts, ...] = ()
 
     @property
     def parameter_count(self) -> int:

@@ -126,7 +126,9 @@ def _transfers_s(stages: Sequence[StageProfile], numbers: Sequence[Sequence[int]
 
 def _stages_breakdown(times: Sequence[StageTime], microbatches: int) -> dict[str, float]:
     """The breakdown of the seconds of a rank with these stages, for this number of microbatches."""
+    expert_s = sum(time.expert_forward_s + time.expert_backward_s for time in times) * microbatches
     return {
+        **({"expert": expert_s} if expert_s else {}),
         "compute": sum(time.forward_s + time.backward_s for time in times) * microbatches,
         "launch": sum(time.launch_s for time in times) * microbatches,
         "tensor": sum(time.tensor_forward_s + time.tensor_backward_s for time in times) * microbatches,

@@ -9,6 +9,7 @@ from meshwright.profile.optimizer import OptimizerCost
 from meshwright.profile.values import ModelProfile
 from meshwright.simulator.compute.chunked_loss import chunked_profile
 from meshwright.simulator.compute.compiled_profile import compiled_profile
+from meshwright.simulator.experts import check_expert_ranks
 from meshwright.simulator.memory.device_memory import CPU_MEMORY, CUDA_MEMORY, DeviceMemory
 from meshwright.simulator.memory.peak import MemoryPrediction, predict_memory
 from meshwright.simulator.pipeline.timeline import Timeline
@@ -44,6 +45,7 @@ def predict_plan(
     """The prediction of a plan on a cluster; raises `InputError` if the cluster has too few devices for the plan, or
     the batch too few samples."""
     check_size(plan, cluster, global_batch)
+    check_expert_ranks(profile, plan)
     memory = plan_memory(cluster, profile, plan, global_batch, optimizer, runtime)
     step = predict_step(cluster, profile, plan, global_batch / plan.shares, optimizer, runtime)
     return Prediction(
@@ -86,12 +88,10 @@ def device_memory(cluster: Cluster, checkpoint_copies: bool = False) -> DeviceMe
 def check_size(plan: Plan, cluster: Cluster, global_batch: int) -> None:
     """Raises InputError where the cluster has too few devices for the plan, or the batch too few samples, or where the
     plan has an axis that is not predicted."""
-    for axis in ("context", "expert"):
-        if (size := getattr(plan.axes, axis)) > 1:
-            raise InputError(
-                f"plan.axes.{axis} is {size}, which cannot be predicted yet: set axes.{axis} to 1, and use the other"
-                " axes"
-            )
+    if (size := plan.axes.context) > 1:
+        raise InputError(
+            f"plan.axes.context is {size}, which cannot be predicted yet: set axes.context to 1, and use the other axes"
+        )
     if plan.world_size > cluster.device_count:
         raise InputError(
             f"the plan ({plan.summary()}) is for {plan.world_size} ranks, but the cluster '{cluster.name}' has"

@@ -3,6 +3,7 @@
 compute     = operators of both passes + adding the gradients to those of earlier microbatches   _accumulate_s
 tensor      = tensor-parallel messages, less the part that hides behind compute                  _stage_time
 shard       = what gathering weights and scattering gradients adds to both passes                _shard_s
+expert      = tokens that go to the experts of other ranks and back                              _stage_time
 launch      = on GPUs, the seconds by which the host's launches take longer than the device      _stage_time
               on CPU ranks, the work of the runtime beside the operators                         _orchestration_s
 """
@@ -16,6 +17,7 @@ from meshwright.simulator.communication.exchange import gradient_exchange, messa
 from meshwright.simulator.communication.placement import axis_groups
 from meshwright.simulator.compute.host_work import changes_host_work, host_launches, removed_gaps_s
 from meshwright.simulator.compute.passes import operator_launch_s, pass_s
+from meshwright.simulator.experts import expert_group, expert_messages, gathered_bytes
 from meshwright.simulator.offload import copy_s, host_bandwidth, offload_of
 from meshwright.simulator.pipeline.stages import StageProfile
 from meshwright.simulator.step_inputs import StepInputs
@@ -29,7 +31,8 @@ _PHASES: tuple[Phase, Phase] = ("forward", "backward")
 class StageTime:
     """Seconds of one microbatch on one stage. `forward_s` and `backward_s` are compute, `launch_s` is waiting for the
     host, `tensor_forward_s` and `tensor_backward_s` are tensor-parallel messages, and `shard_s` is what gathering
-    weights and scattering gradients adds to both passes."""
+    weights and scattering gradients adds to both passes. `expert_forward_s` and `expert_backward_s` are sending tokens
+    to the experts of other ranks and back, which nothing hides."""
 
     forward_s: float
     backward_s: float
@@ -37,17 +40,21 @@ class StageTime:
     tensor_forward_s: float
     tensor_backward_s: float
     shard_s: float
+    expert_forward_s: float = 0.0
+    expert_backward_s: float = 0.0
 
     @property
     def forward_pass_s(self) -> float:
         """Seconds of compute, launches and communication of the forward pass. `launch_s` and `shard_s` are predicted
         for both passes together. A third of them is counted as the forward pass's, because a backward pass has twice as
         many products."""
-        return self.forward_s + self.tensor_forward_s + self.launch_s / 3 + self.shard_s / 3
+        communication_s = self.tensor_forward_s + self.expert_forward_s + self.shard_s / 3
+        return self.forward_s + communication_s + self.launch_s / 3
 
     @property
     def backward_pass_s(self) -> float:
-        return self.backward_s + self.tensor_backward_s + self.launch_s * 2 / 3 + self.shard_s * 2 / 3
+        communication_s = self.tensor_backward_s + self.expert_backward_s + self.shard_s * 2 / 3
+        return self.backward_s + communication_s + self.launch_s * 2 / 3
 
 
 def stage_times(
@@ -65,12 +72,12 @@ def stage_times(
             *((s.phase, s.block_count, id(s.operators)) for s in local.profile.segments),
         )
         if key not in priced:
-            priced[key] = _stage_time(whole.profile, local.profile, weights_bytes, inputs)
+            priced[key] = _stage_time(whole.profile, local.profile, inputs)
         times.append(priced[key])
     return times
 
 
-def _stage_time(whole: ModelProfile, local: ModelProfile, weights_bytes: float, inputs: StepInputs) -> StageTime:
+def _stage_time(whole: ModelProfile, local: ModelProfile, inputs: StepInputs) -> StageTime:
     plan, cluster, runtime = inputs.plan, inputs.cluster, inputs.runtime
     tf32 = local.precision == "tf32"
     on_gpu = inputs.device.kind == "cuda"
@@ -92,21 +99,28 @@ def _stage_time(whole: ModelProfile, local: ModelProfile, weights_bytes: float, 
         )
         for forward in (True, False)
     )
-    messages = (*along_tensor, *along_replicate)
+    to_experts = expert_messages(whole, plan, inputs.batch)
+    among_experts = expert_group(plan.axes, cluster) if to_experts else groups["tensor"]
+    expert_forward_s, expert_backward_s = (
+        messages_s(to_experts, among_experts, cluster, forward) for forward in (True, False)
+    )
+    messages = (*along_tensor, *along_replicate, *to_experts)
     launch_s = 0.0
     if changes_host_work(local, plan, on_gpu):
         forward_operators, backward_operators = (host_launches(local, phase, plan, on_gpu) for phase in _PHASES)
     if on_gpu:
         operators_s = (forward_operators + backward_operators) * operator_launch_s(inputs.device)
         launch_s = operators_s + sum(message.times for message in messages) * collective_launch_s(cluster)
-    device_s = forward_s + backward_s + tensor_forward_s + tensor_backward_s
+    device_s = forward_s + backward_s + tensor_forward_s + tensor_backward_s + expert_forward_s + expert_backward_s
     return StageTime(
         forward_s,
         backward_s,
         runtime.host_wait_s(launch_s, device_s) + _orchestration_s(local, messages, inputs),
         tensor_forward_s,
         tensor_backward_s,
-        _shard_s(weights_bytes, local, forward_s, backward_s, inputs),
+        _shard_s(local, forward_s, backward_s, inputs),
+        expert_forward_s,
+        expert_backward_s,
     )
 
 
@@ -141,16 +155,15 @@ def _trained_bytes(profile: ModelProfile) -> float:
     return sum(parameter.bytes for parameter in profile.parameters if parameter.trainable)
 
 
-def _shard_s(
-    weights_bytes: float, local: ModelProfile, forward_s: float, backward_s: float, inputs: StepInputs
-) -> float:
+def _shard_s(local: ModelProfile, forward_s: float, backward_s: float, inputs: StepInputs) -> float:
     """Seconds that gathering weights and scattering gradients adds to both passes of a microbatch. A pass exchanges
     weights and gradients block by block: the first block is added in full, of the other blocks only what does not hide
     behind compute."""
     plan, runtime = inputs.plan, inputs.runtime
     if plan.axes.shard == 1 or plan.memory.sharding == "optimizer":
         return 0.0
-    trained_bytes = _trained_bytes(local)
+    trained_bytes = gathered_bytes([p for p in local.parameters if p.trainable], local, plan)
+    weights_bytes = gathered_bytes(local.parameters, local, plan)
     exchange = gradient_exchange(weights_bytes, len(local.blocks), plan, inputs.cluster, runtime, trained_bytes)
     gather_s = exchange.gather_s if plan.memory.sharding == "parameters" else 0.0
     scatter_s = exchange.scatter_s

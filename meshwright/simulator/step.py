@@ -7,7 +7,7 @@
     branches   = the slowest of the ranks that branches are placed on, and its waiting for others  _step_with_branches
 
 In the breakdown, compute, launch, tensor, pipeline, shard, replicate, bubble, input and optimizer add up to the step;
-with optimizer state in CPU memory there is also offload.
+with optimizer state in CPU memory there is also offload, and with experts that are divided over ranks expert.
 The passes are those of the busiest pipeline rank, the end is that of the pipeline rank whose end takes longest; the two
 may be different ranks. If branches of the model are placed on different ranks of the tensor axis (branches.py), the
 breakdown is that of the rank that works longest, whose bubble is the time that it waits for other ranks.
@@ -22,6 +22,7 @@ from meshwright.profile.values import ModelProfile
 from meshwright.simulator.compute.chunked_loss import chunked_profile
 from meshwright.simulator.compute.compiled_profile import compiled_profile
 from meshwright.simulator.compute.executed_profile import casts_weights, without_weight_casts
+from meshwright.simulator.experts import divided_profile
 from meshwright.simulator.pipeline.shared_weights import tied_gradients_s
 from meshwright.simulator.pipeline.stages import stage_profiles
 from meshwright.simulator.pipeline.timeline import Timeline
@@ -79,7 +80,8 @@ def _step_of_equal_ranks(profile: ModelProfile, inputs: StepInputs) -> tuple[Ste
     microbatch on each stage."""
     plan, runtime = inputs.plan, inputs.runtime
     whole_stages = stage_profiles(profile, plan.pipeline.cuts)
-    rank_stages = stage_profiles(runtime.padded_profile(split_profile(profile, plan)), plan.pipeline.cuts)
+    local_profile = divided_profile(split_profile(profile, plan), plan)
+    rank_stages = stage_profiles(runtime.padded_profile(local_profile), plan.pipeline.cuts)
     times = stage_times(whole_stages, rank_stages, inputs)
     passes = passes_time(times, rank_stages, inputs)
     tied_s = tied_gradients_s(rank_stages, plan, inputs.cluster, runtime)

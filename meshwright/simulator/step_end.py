@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from meshwright.simulator.communication.collectives import overlap
 from meshwright.simulator.communication.exchange import gradient_exchange
 from meshwright.simulator.compute.passes import optimizer_s
+from meshwright.simulator.experts import gathered_bytes, gathered_share
 from meshwright.simulator.offload import host_step_s, offload_of, optimizer_copies_s
 from meshwright.simulator.pipeline.order import stages_of_rank
 from meshwright.simulator.pipeline.stages import StageProfile
@@ -57,7 +58,13 @@ def step_end(
         for group in (parameters, trained)
     )
     blocks = sum(len(profile.blocks) for profile in profiles)
-    exchange = gradient_exchange(weights_bytes, blocks, plan, inputs.cluster, runtime, combined_bytes)
+    replicated_bytes = combined_bytes
+    if gathered_share(plan) < 1:  # experts are sharded over fewer ranks than other weights
+        weights_bytes = sum(gathered_bytes(profile.parameters, profile, plan) for profile in profiles)
+        combined_bytes = sum(
+            gathered_bytes([p for p in profile.parameters if p.trainable], profile, plan) for profile in profiles
+        )
+    exchange = gradient_exchange(weights_bytes, blocks, plan, inputs.cluster, runtime, combined_bytes, replicated_bytes)
     scatter_s = exchange.scatter_s if plan.memory.sharding == "optimizer" else 0.0
     # A rank with several stages combines the gradients of a finished stage while a round of microbatches (one per rank)
     # passes its other stages.

@@ -79,7 +79,7 @@ def test_rows_of_experts_are_counted_as_even_routing_gives_them(kind: type[nn.Mo
 
 def test_a_model_with_a_list_of_experts_can_be_cut() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Loop(), nn.Linear(WIDTH, WIDTH))
-    assert {"0", "1"} <= {cut.after for cut in find_structure(model, torch.zeros(2, LENGTH, WIDTH)).cuts}
+    assert "0" in {cut.after for cut in find_structure(model, torch.zeros(2, LENGTH, WIDTH)).cuts}
 
 
 def test_layers_of_a_model_are_no_experts() -> None:

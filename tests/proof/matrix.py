@@ -13,7 +13,7 @@ from meshwright.plan import Plan
 from meshwright.profile.structure.structure import find_structure
 from tests.zoo import ZOO, RandomSamples
 
-AXES = {"R": "replicate", "S": "shard", "T": "tensor", "P": "pipeline"}
+AXES = {"R": "replicate", "S": "shard", "T": "tensor", "P": "pipeline", "E": "expert"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "twice": {"memory": {"accumulation": 2}},
     "optimizer": {"memory": {"sharding": "optimizer", "accumulation": 2}},
@@ -43,6 +43,7 @@ CUTS = {
     "bert": ("encoder.layers.0", "encoder.layers.1", "encoder.layers.2"),
     "two_tower": ("query",),
     "multitask": ("encoder.2",),
+    "mixture": ("blocks.0", "blocks.1", "blocks.2"),
 }
 
 
@@ -96,6 +97,14 @@ COVERING: tuple[tuple[str, str], ...] = (
     ("two_tower", "R2S2 twice"),
     ("multitask", "R2T2 twice"),
     ("multitask", "S2T2 twice"),
+    ("mixture", "R2E2 twice"),
+    ("mixture", "S2T2E2"),
+)
+# The expert axis lies within replicate and shard: alone in either, and together with every other axis.
+WITH_EXPERTS = (
+    *("S2E2 optimizer", "S2E2 full", "R2E2 selective", "R4E2", "R4E4", "S4E2 gradients", "S4E2 full", "R2S2E2 twice"),
+    *("R2T2E2", "S2T2E2 sequence", "R2P2E2 twice", "S2P2E2", "R2P2E2 gpipe", "S2P2E2 interleaved_1f1b"),
+    *("S4T2E2", "S4P2E2", "R2T2P2E2", "S2T2P2E2", "R2S2T2E2", "R2S2P2E2"),
 )
 
 
@@ -121,4 +130,5 @@ def all_cases() -> tuple[tuple[str, str], ...]:
     cases += [("resnet", f"P2 {schedule}") for schedule in SCHEDULES]
     cases += [("vgg", case) for case in ("R2 wide", "R4 wide", "R2 wide twice")]
     cases += [(kind, ALL_FOUR) for kind in ("gpt", "resnet")]
+    cases += [("mixture", case) for case in WITH_EXPERTS]
     return tuple(cases)

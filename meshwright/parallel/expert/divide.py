@@ -60,7 +60,6 @@ def _divide_stacked(
         setattr(module, own_name, shard)
         layouts[name] = layout
     module.forward = StackedExperts(layer.module, module, layer.experts, group, loads)
-    module.num_experts = layer.experts // group.size
     return layouts
 
 

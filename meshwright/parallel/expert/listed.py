@@ -114,6 +114,7 @@ class ListedExperts:
         called = exchange_counts(torch.tensor(calls, device=some.device), group)
         self._loads.add(self._name, torch.tensor(calls, device=some.device).clamp(min=0), self._module.training)
         sent = [max(0, count) for count in called.sent]
+        self._loads.add_rows(self._name, routed=sum(sent))
         received = [[max(0, count) for count in of_rank] for of_rank in called.received]
         local = len(self.local_experts)
         to_ranks = [sum(sent[begin : begin + local]) for begin in range(0, len(sent), local)]
@@ -127,6 +128,7 @@ class ListedExperts:
         """Returns the results of this rank's experts for the received rows, in the same order. `received` are the rows
         of each rank and local expert, `is_called` says which local experts a rank has called, maybe without rows."""
         ranks, local = float(self._group.size), len(self.local_experts)
+        self._loads.add_rows(self._name, computed=len(rows))
         pieces = scale_gradient(rows, ranks).split([count for of_rank in received for count in of_rank])
         results: list[Tensor] = [rows.new_zeros(0, self._output_width(rows.shape[1]))] * len(pieces)
         for number, expert in enumerate(self.local_experts):

@@ -21,12 +21,24 @@ class ExpertLoads:
         self._group = group
         self._data_group = data_group
         self._counts: dict[str, Tensor] = {}
+        self._rows: dict[str, tuple[int, int]] = {}
 
     def add(self, layer: str, counts: Tensor, training: bool) -> None:
         """Adds the number of tokens of each expert of the layer. Evaluation is not counted."""
         if training:
             earlier = self._counts.get(layer)
             self._counts[layer] = counts.clone() if earlier is None else earlier.add_(counts)
+
+    def add_rows(self, layer: str, *, routed: int = 0, computed: int = 0) -> None:
+        """Adds the rows that this rank sent to experts, or that its experts computed. Over all ranks, both are equal
+        unless rows are lost or doubled on their way."""
+        before = self._rows.get(layer, (0, 0))
+        self._rows[layer] = (before[0] + routed, before[1] + computed)
+
+    def take_rows(self) -> dict[str, tuple[int, int]]:
+        """The rows that were (routed, computed) on this rank since the last call, by layer."""
+        rows, self._rows = self._rows, {}
+        return rows
 
     def reset(self) -> None:
         self._counts.clear()

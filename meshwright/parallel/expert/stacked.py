@@ -16,7 +16,8 @@ mean over the ranks that hold a copy of the expert is the mean over all data ran
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ class StackedExperts:
         order, counts = _sort_by_expert(choices.reshape(-1), self._experts)
         self._loads.add(self._name, counts, self._module.training)
         exchanged = exchange_counts(counts, group)
+        self._loads.add_rows(self._name, routed=sum(exchanged.sent))
         order = order[: sum(exchanged.sent)]  # choices of no expert, which models mark with larger numbers, come last
         send, receive = exchanged.rows_to_ranks, exchanged.rows_from_ranks
         rows = exchange_rows(tokens.index_select(0, order // choice_count), send, receive, group)
@@ -68,13 +70,27 @@ class StackedExperts:
         """Calls the module on the received rows. Without any, it gets a row of zeros, whose result is dropped: the
         gradients of its weights are zeros then, as those of unused experts are on one device."""
         received = len(rows)
+        self._loads.add_rows(self._name, computed=received)
         if not received:
             rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
             weights = torch.cat([weights, weights.new_zeros(1, 1)])
             experts = experts.new_zeros(1)
         ranks = float(self._group.size)
         rows, weights = scale_gradient(rows, ranks), scale_gradient(weights, ranks)
-        return scale_gradient(self._forward(rows, experts[:, None], weights), 1 / ranks)[:received]
+        with self._local_number():
+            computed = self._forward(rows, experts[:, None], weights)
+        return scale_gradient(computed, 1 / ranks)[:received]
+
+    @contextmanager
+    def _local_number(self) -> Iterator[None]:
+        """Within this context, the module has the number of this rank's experts. Other modules, such as the router, may
+        read the number of all of them."""
+        module: Any = self._module
+        module.num_experts = self._experts // self._group.size
+        try:
+            yield
+        finally:
+            module.num_experts = self._experts
 
     def _check(self, tokens: Tensor, choices: Tensor, weights: Tensor) -> None:
         is_integer = not (choices.is_floating_point() or choices.is_complex() or choices.dtype is torch.bool)

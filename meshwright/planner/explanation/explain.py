@@ -2,19 +2,21 @@
 
 from meshwright.cluster.cluster import Link
 from meshwright.plan import Plan
+from meshwright.planner.explanation.experts import explain_experts
 from meshwright.planner.explanation.host_memory import host_memory
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.model_summary import ModelSummary
 from meshwright.planner.preference import describe_preference
 from meshwright.planner.search_result import PricedPlan, SearchResult
 from meshwright.simulator.communication.placement import axis_groups
+from meshwright.simulator.experts import expert_group
 from meshwright.simulator.predict import Prediction
 from meshwright.simulator.tensor.branches import branch_rank_profiles, plan_outside_branches
 from meshwright.simulator.tensor.split_profile import replicate_split_parameters, split_profile
 
 _GIB = 2**30
 _NOTABLE = 0.02  # communication with at least this share of the step is explained
-_COMMUNICATION = ("tensor", "pipeline", "replicate", "shard")
+_COMMUNICATION = ("tensor", "pipeline", "replicate", "shard", "expert")
 _TERMS = {
     "compute": "computing",
     "launch": "starting operators",
@@ -26,6 +28,7 @@ _TERMS = {
     "pipeline": "sending between stages",
     "replicate": "combining gradients of replicas",
     "shard": "gathering weights and combining gradients of shards",
+    "expert": "sending tokens to experts and back",
 }
 _TERMS_WITH_BRANCHES = {
     "bubble": "waiting for the branches of other ranks",
@@ -47,6 +50,7 @@ def explain(result: SearchResult, inputs: PlanningInputs) -> list[str]:
     sentences += _wide_layers(best, result, inputs)
     sentences += _branches(best, result, inputs)
     sentences += _axes(best, inputs)
+    sentences += _experts(best, result.summary, inputs)
     sentences += _communication(best, inputs)
     sentences += _runner_up(best, result, inputs)
     if inputs.cluster.price_per_hour:
@@ -112,7 +116,7 @@ def _term(plan: Plan, name: str) -> str:
 
 
 def _share(priced: PricedPlan, name: str) -> float:
-    return priced.prediction.breakdown[name] / priced.prediction.step_s
+    return priced.prediction.breakdown.get(name, 0.0) / priced.prediction.step_s
 
 
 def _memory(best: PricedPlan, summary: ModelSummary, inputs: PlanningInputs) -> list[str]:
@@ -122,7 +126,9 @@ def _memory(best: PricedPlan, summary: ModelSummary, inputs: PlanningInputs) -> 
     states_bytes = summary.profile.parameter_bytes + trained_bytes * (1 + inputs.optimizer.state_ratio)
     memory_bytes, device = inputs.device.memory_bytes, inputs.device.name
     axes = best.plan.axes
-    dividing = [f"{name} {getattr(axes, name)}" for name in ("shard", "tensor", "pipeline") if getattr(axes, name) > 1]
+    dividing = [
+        f"{name} {getattr(axes, name)}" for name in ("shard", "tensor", "pipeline", "expert") if getattr(axes, name) > 1
+    ]
     if best.candidate.sizes.splits_wide_layers:
         dividing.append("splitting the wide layers")
     used = f"The plan uses {gib(best.needed_bytes)} of the {gib(memory_bytes)} of one {device}"
@@ -275,8 +281,15 @@ def _axes(best: PricedPlan, inputs: PlanningInputs) -> list[str]:
     return sentences
 
 
+def _experts(best: PricedPlan, summary: ModelSummary, inputs: PlanningInputs) -> list[str]:
+    if best.plan.axes.expert == 1:
+        return []
+    link = _link_words(_link_of(best, "expert", inputs))
+    return [explain_experts(best, summary.profile, link, _term_cost(best, "expert"))]
+
+
 def _term_cost(priced: PricedPlan, name: str) -> str:
-    value = priced.prediction.breakdown[name]
+    value = priced.prediction.breakdown.get(name, 0.0)
     return f"{_term(priced.plan, name)} takes {seconds(value)}, {_share(priced, name):.1%} of the step"
 
 
@@ -298,7 +311,8 @@ def _link_of(priced: PricedPlan, axis: str, inputs: PlanningInputs) -> Link:
     replicate axis."""
     cluster = inputs.cluster
     mesh_axis = "replicate" if priced.candidate.sizes.splits_wide_layers and axis == "tensor" else axis
-    group = axis_groups(priced.plan.axes, cluster)[mesh_axis]
+    axes = priced.plan.axes
+    group = expert_group(axes, cluster) if axis == "expert" else axis_groups(axes, cluster)[mesh_axis]
     if group.nodes > 1 and cluster.link is not None:
         return cluster.link
     return min((node.link for node in cluster.nodes), key=lambda link: link.bandwidth_bytes_per_s)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from meshwright.blocks.recompute import Recompute, find_blocks
 from meshwright.dtypes import HALF_DTYPES
 from meshwright.errors import InputError
-from meshwright.profile.experts import find_expert_layers, routed_note
+from meshwright.profile.experts import find_expert_layers, routed_experts, routed_note
 from meshwright.profile.fake import tensor_bytes
 from meshwright.profile.structure.model_structure import ModelStructure
 from meshwright.profile.tracing.real_tensors import (
@@ -116,6 +116,7 @@ def measure_profile(
         traced_batches=sizes,
         recompute=recompute,
         blocks=find_blocks(model),
+        experts=routed_experts(model),
     )
 
 

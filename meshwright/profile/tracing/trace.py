@@ -21,6 +21,7 @@ from meshwright.blocks.recompute import Recompute, find_blocks
 from meshwright.dtypes import torch_name
 from meshwright.errors import InputError
 from meshwright.profile.equal_blocks import EqualBlocks, find_equal_blocks, remove_skipped_blocks, skipped_blocks
+from meshwright.profile.experts import routed_experts
 from meshwright.profile.fake import (
     FakeRules,
     fake_batch,
@@ -130,6 +131,7 @@ def trace_profile(
         recompute=recompute,
         blocks=find_blocks(model),
         structure=structure,
+        experts=routed_experts(model),
     )
     if _has_squares(profile):
         _check_fourth_batch(profile, step.trace(CHECK_BATCH, equal_blocks), ranges)
@@ -395,5 +397,4 @@ def model_parameters(model: nn.Module) -> tuple[Parameter, ...]:
 
 
 def _input_bytes(sample: Any) -> BatchPolynomial:
-    sizes = [tensor_bytes(fake_batch(sample, size, FakeTensorMode())) for size in BATCHES]
-    return fit_batch_polynomial(sizes, BATCHES)
+    return fit_batch_polynomial([tensor_bytes(fake_batch(sample, size, FakeTensorMode())) for size in BATCHES], BATCHES)

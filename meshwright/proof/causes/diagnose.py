@@ -9,6 +9,7 @@ from meshwright.proof.causes.batch_norm import batch_norm
 from meshwright.proof.causes.clip import local_clip
 from meshwright.proof.causes.coupled_samples import coupled_samples
 from meshwright.proof.causes.evidence import Cause, Evidence, Verdict
+from meshwright.proof.causes.experts import expert_gradients, lost_tokens
 from meshwright.proof.causes.optimizer import not_optimized
 from meshwright.proof.causes.precision import low_precision
 from meshwright.proof.causes.randomness import randomness
@@ -27,11 +28,13 @@ Hypothesis = Callable[[Evidence], Verdict | None]
 FIRST: Mapping[Cause, Hypothesis] = {"different_start": different_start, "wrong_samples": wrong_samples}
 
 # Of these causes, the one with the smallest residual is named. If several leave nothing but rounding, the first of
-# these is named. The order matters, because a reduction made twice also scales gradients, and tied copies may
-# drift apart for any of the causes before `tied_drift`.
+# these is named. The order matters, because a wrong reduction of experts or one made twice also scales gradients, and
+# tied copies may drift apart for any of the causes before `tied_drift`.
 THEN: Mapping[Cause, Hypothesis] = {
     "not_optimized": not_optimized,
     "local_clip": local_clip,
+    "lost_tokens": lost_tokens,
+    "expert_gradients": expert_gradients,
     "missing_reduction": missing_reduction,
     "doubled_reduction": doubled_reduction,
     "scaled": scaled,

@@ -20,6 +20,8 @@ Cause = Literal[
     "wrong_samples",
     "not_optimized",
     "local_clip",
+    "lost_tokens",
+    "expert_gradients",
     "missing_reduction",
     "doubled_reduction",
     "scaled",
@@ -174,8 +176,13 @@ class Evidence:
         return tuple(sorted(line, key=lambda observation: observation.coordinates.get(axis, 0)))
 
     def used_axes(self) -> dict[str, int]:
-        """Returns the sizes of the axes with more than one rank, by name."""
-        return {name: size for name, size in self.plan.axes.model_dump().items() if size > 1}
+        """Returns the sizes of the mesh's axes with more than one rank, by name. If experts are divided, they are not
+        those of the plan: the ranks of the expert axis are taken from those of replicate or shard."""
+        sizes = self.plan.axes.factors
+        if self.plan.axes.expert > 1:
+            coordinates = [observation.coordinates for observation in self.observations]
+            sizes = {axis: 1 + max(place[axis] for place in coordinates) for axis in coordinates[0]}
+        return sizes
 
     @cached_property
     def split_axes(self) -> dict[str, str]:

@@ -26,6 +26,7 @@ TERMS = {
     "replicate": ("combining gradients of replicas", SERIES_COLOURS[5]),
     "shard": ("gathering and scattering shards", SERIES_COLOURS[3]),
     "pipeline": ("sending between stages", SERIES_COLOURS[6]),
+    "expert": ("sending tokens to experts", SERIES_COLOURS[6]),
     "offload": ("copies from and to CPU memory", SERIES_COLOURS[7]),
     "input": ("reading input", SERIES_COLOURS[7]),
     "bubble": ("waiting (bubble)", NEUTRAL),

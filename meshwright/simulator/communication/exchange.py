@@ -82,9 +82,11 @@ def gradient_exchange(
     cluster: Cluster,
     runtime: Runtime,
     trained_bytes: float | None = None,
+    replicated_bytes: float | None = None,
 ) -> GradientExchange:
     """The time of exchanging gradients and weights, for a rank with `weights_bytes` of parameters in `blocks` blocks.
-    `trained_bytes` are those that are not frozen; None means all."""
+    `trained_bytes` are those that are not frozen; None means all. `replicated_bytes` are the bytes of the gradients
+    that are combined over the replicate axis, if these are others than are scattered over the shard axis (experts)."""
     axes, shard = plan.axes, plan.axes.shard
     if not weights_bytes:
         return GradientExchange(0.0, 0.0, 0.0, 1)
@@ -93,7 +95,8 @@ def gradient_exchange(
     replicate_s = scatter_s = gather_s = 0.0
     if axes.replicate > 1 and gradient:
         replicate = group_of_axes(axes, ("replicate",), cluster)
-        replicate_s = pieces * combine_s(gradient / shard, replicate, exchange.replicate_algorithm, cluster)
+        combined = gradient if replicated_bytes is None else replicated_bytes * exchange.gradient_share / pieces
+        replicate_s = pieces * combine_s(combined / shard, replicate, exchange.replicate_algorithm, cluster)
     if shard > 1:
         sharded = group_of_axes(axes, ("shard",), cluster)
         if gradient:

@@ -9,6 +9,7 @@ freed.
     offload:    without optimizer state (`optimizer`), also without shards (`parameters`)       offload.py
     shard n:    optimizer state / n, weights / n, and the weights that are gathered            _permanent
     tensor:     the rank's share of every split module                                         split_profile.py
+    expert:     the rank's experts, and buffers of the tokens on their way                     experts.py
     branches:   the shared modules and the rank's branches, and every branch's result          branches.py
     pipeline:   the stages of the rank; as many microbatches in flight as its schedule starts  stages.py
     reserved  ≥ allocated, rounded up to the segments that the allocator takes from the device
@@ -29,6 +30,7 @@ from meshwright.plan import Plan
 from meshwright.profile.optimizer import OptimizerCost
 from meshwright.profile.values import BatchPolynomial, ModelProfile, Parameter
 from meshwright.simulator.compute.host_work import captures_step
+from meshwright.simulator.experts import divided_profile, expert_names, gathered_share
 from meshwright.simulator.memory.checkpoint_copy import copy_bytes, whole_bytes
 from meshwright.simulator.memory.device_memory import DeviceMemory
 from meshwright.simulator.memory.replay import GatheredWeights, LiveBytes, MemoryMoment, Observer, PassPeaks, replay
@@ -107,7 +109,7 @@ def rank_works(profile: ModelProfile, plan: Plan, batch: int) -> list[RankStages
             (stage,) = stage_profiles(split_profile(local, shared_plan), ())
             works.append(RankStages({0: replace(stage, received=results)}, order[0], whole))
         return works
-    stages = stage_profiles(split_profile(profile, plan), plan.pipeline.cuts)
+    stages = stage_profiles(divided_profile(split_profile(profile, plan), plan), plan.pipeline.cuts)
     numbers = (
         [stages_of_rank(schedule, ranks, plan.stages_per_rank, rank) for rank in range(ranks)] if ranks > 1 else [(0,)]
     )
@@ -337,12 +339,15 @@ def _gathered_weights(stage: StageProfile, plan: Plan) -> GatheredWeights:
     names = set(stage.profile.blocks)
     blocks: dict[str, float] = {}
     root_bytes = 0.0
+    share = gathered_share(plan)
+    experts = expert_names(stage.profile) if share < 1 else frozenset()
     for parameter in stage.profile.parameters:
+        size = parameter.bytes * (share if parameter.names[0] in experts else 1.0)
         name = next((module for module in enclosing_modules(parameter.names[0])[:-1] if module in names), None)
         if name is None:
-            root_bytes += parameter.bytes
+            root_bytes += size
         else:
-            blocks[name] = blocks.get(name, 0.0) + parameter.bytes
+            blocks[name] = blocks.get(name, 0.0) + size
     return GatheredWeights(blocks, root_bytes, plan.axes.shard, keeps=plan.memory.sharding != "parameters")
 
 

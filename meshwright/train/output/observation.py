@@ -46,7 +46,8 @@ class RankObservation:
     hold a copy. `local_parameters`: the weights of which this rank holds all or a part. `optimizer_parameters`: the
     weights in its optimizer. `gradient_norm` and `clipped_norm`: the norm of the gradients that this rank holds, before
     and after clipping. `drew_random_numbers`: whether the step drew random numbers. `output_bits`: for each layer, the
-    most bits of mantissa that its output carried.
+    most bits of mantissa that its output carried. `expert_rows`: for each mixture whose experts are divided, the rows
+    that this rank sent to experts, and those that its experts computed.
     """
 
     rank: int
@@ -68,6 +69,7 @@ class RankObservation:
     drew_random_numbers: bool = False
     output_bits: Mapping[str, int] | None = None
     split_dims: Mapping[str, int] | None = None
+    expert_rows: Mapping[str, tuple[int, int]] | None = None
 
     def to_stored(self) -> dict[str, Any]:
         """Returns the fields as a dict with the names that recording files use."""

@@ -140,6 +140,7 @@ class StepRecorder:
             tied_stages={tie.name: tuple(tie.holders) for tie in parallel.tied},
             optimizer_parameters=optimizer_parameters,
             local_parameters=tuple(parallel.parameters()),
+            expert_rows=parallel.expert_loads.take_rows() if parallel.expert_loads else None,
             **self._observed,
         )
 

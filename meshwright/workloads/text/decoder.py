@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from meshwright.batch import at_least_fp32
 from meshwright.errors import InputError, did_you_mean
+from meshwright.workloads.text.experts import Mixture
 
 STD = 0.02  # standard deviation of GPT-2's initial weights
 EPSILON = 1e-5  # of every norm in GPT-2, GPT-3 and Llama
@@ -23,8 +24,10 @@ class Decoder(nn.Module):
 
     The length may be up to `sequence`; with rotary positions it may be longer. `feedforward` is the inner width of the
     feed-forward layers; None takes the width of the published models with the same activation (`default_feedforward`).
-    With `tied`, the head shares the weight of the embedding. If `head` is False, the model returns the output of its
-    last norm (batch, length, hidden).
+    `experts` puts a mixture of experts in place of every feed-forward layer: a dict with their `number`, `top_k` (2 by
+    default) and `capacity` (none by default; experts.py); each has the inner width `feedforward`. With `tied`, the head
+    shares the weight of the embedding. If `head` is False, the model returns the output of its last norm (batch,
+    length, hidden).
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Decoder(nn.Module):
         dropout: float = 0.0,
         rotary_base: float = 10_000.0,
         head: bool = True,
+        experts: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
@@ -69,7 +73,7 @@ class Decoder(nn.Module):
                 _norm(norm, hidden, bias),
                 Attention(hidden, heads, kv_heads, bias, dropout, base),
                 _norm(norm, hidden, bias),
-                FeedForward(hidden, inner_width, activation, bias),
+                _feed_forward(hidden, inner_width, activation, bias, experts),
                 dropout,
             )
             for _ in range(layers)
@@ -103,7 +107,7 @@ class Decoder(nn.Module):
         """Applies GPT-2's initialization: normal with standard deviation `STD`, divided by the square root of 2 ×
         `layers` for the 2 × `layers` weights whose outputs are added to the residual stream."""
         for name, parameter in self.named_parameters():
-            if name.endswith(("attention.o.weight", "feedforward.down.weight")):
+            if name.endswith(("attention.o.weight", "feedforward.down.weight", "feedforward.experts.down")):
                 nn.init.normal_(parameter, std=STD / (2 * layers) ** 0.5)
             elif parameter.dim() > 1:
                 nn.init.normal_(parameter, std=STD)
@@ -115,7 +119,7 @@ class Block(nn.Module):
     """Attention and feed-forward layers, each preceded by a norm and added to the residual stream."""
 
     def __init__(
-        self, norm1: nn.Module, attention: "Attention", norm2: nn.Module, feedforward: "FeedForward", dropout: float
+        self, norm1: nn.Module, attention: "Attention", norm2: nn.Module, feedforward: nn.Module, dropout: float
     ) -> None:
         super().__init__()
         self.norm1 = norm1
@@ -231,6 +235,22 @@ def default_feedforward(hidden: int, activation: str) -> int:
     """Returns the inner width of a feed-forward layer. It is 4 × hidden for GELU. SwiGLU has three matrices instead of
     two, so Llama takes 2/3 of this width, rounded up to a multiple of 256."""
     return 4 * hidden if activation == "gelu" else -(-(8 * hidden // 3) // 256) * 256
+
+
+def _feed_forward(
+    hidden: int, inner_width: int, activation: str, bias: bool, experts: dict[str, Any] | None
+) -> nn.Module:
+    if experts is None:
+        return FeedForward(hidden, inner_width, activation, bias)
+    for name in experts:
+        if name not in _EXPERTS:
+            raise InputError(f"the decoder's experts have no '{name}'{did_you_mean(str(name), _EXPERTS)}")
+    _check_counts(**{f"experts.{name}": experts.get(name, 2) for name in ("number", "top_k")})
+    number, top_k, capacity = experts.get("number", 2), experts.get("top_k", 2), experts.get("capacity")
+    return Mixture(hidden, inner_width, number, top_k, activation, capacity)
+
+
+_EXPERTS = ("number", "top_k", "capacity")
 
 
 def _norm(kind: str, hidden: int, bias: bool) -> nn.Module:

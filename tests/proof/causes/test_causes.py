@@ -64,6 +64,10 @@ def tying(plan: dict[str, Any]) -> ProofRequest:
     return proof_request("tying", optimizer="sgd", plan=plan, steps=2)
 
 
+def mixture(case: str) -> ProofRequest:
+    return replace(matrix_request("mixture", case), steps=2)
+
+
 def bert(case: str) -> ProofRequest:
     return replace(matrix_request("bert", case), steps=2)
 
@@ -94,6 +98,10 @@ QUICK = [
     Control("wrong_samples", plain(R2), faults.SamplesOfRank0(), "rank 1 computed step 1 on 4 samples, 0 of the 4"),
     Control("not_optimized", plain(R2), faults.MissingInOptimizer(), "no rank has it in its optimizer"),
     Control("local_clip", plain(S2), faults.ClippedByLocalNorm(), "the norm of its own part"),
+    Control("lost_tokens", mixture("R2E2"), faults.RowsOnTheWay("lost"), "rows were lost on their way"),
+    Control(
+        "expert_gradients", mixture("S2E2"), faults.ExpertsAveragedOverAll(), "also over the 2 ranks of the expert axis"
+    ),
     Control("missing_reduction", plain(R2), faults.NoReplicaReduction(), "not reduced over the replicate axis"),
     Control("doubled_reduction", tying(T2), faults.TensorReducedTwice(), "reduced twice over the tensor axis of 2"),
     Control(
@@ -116,6 +124,13 @@ QUICK = [
     Control("unknown", plain(S2), faults.StaleGradient()),
 ]
 SOAK = [
+    Control("lost_tokens", mixture("S2E2"), faults.RowsOnTheWay("doubled"), "rows were doubled on their way"),
+    Control(
+        "expert_gradients",
+        mixture("R2E2"),
+        ScaledGradients(2.0, parameter="*.experts.*"),
+        "averaged over too few ranks, by a factor of the 2 expert ranks",
+    ),
     Control("coupled_samples", comparing(S2), ComparesOwnSamples(), "compared its own samples only"),
     Control("batch_buffer", following(S2), InjectedFault(), "follows the samples of data rank 0"),
     Control("doubled_reduction", bert("T2"), faults.TensorReducedTwice(), "reduced twice over the tensor axis of 2"),
@@ -181,6 +196,8 @@ SOAK = [
     Control("unknown", bert("T2"), faults.NoisyGradient("decode.bias")),
 ]
 SOAK_OF_FOUR = [
+    Control("expert_gradients", mixture("R4E2"), faults.CopiesOfExpertsAlone(), "the 2 ranks that hold copies"),
+    Control("lost_tokens", mixture("R2P2E2"), faults.RowsOnTheWay("lost"), "rows were lost on their way"),
     Control("tied_drift", bert("R2P2"), faults.DriftingTiedCopy(), "on stages 0 and 1"),
     Control("tied_drift", bert("S2P2"), faults.DriftingTiedCopy(), "on stages 0 and 1"),
     Control("missing_reduction", bert("R2T2"), faults.NoAveragerReduction(), "not reduced over the replicate axis"),

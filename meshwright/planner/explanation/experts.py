@@ -1,0 +1,20 @@
+"""A sentence that says what dividing experts over ranks saves and costs, with even routing and at the worst."""
+
+from meshwright.planner.search_result import PricedPlan
+from meshwright.profile.values import ModelProfile
+from meshwright.simulator.experts import expert_names, worst_buffer_bytes
+
+_GIB = 2**30
+
+
+def explain_experts(priced: PricedPlan, profile: ModelProfile, link: str, cost: str) -> str:
+    """Returns the sentence. `link` describes the link between the ranks, `cost` says how long tokens take on it."""
+    ranks, names = priced.plan.axes.expert, expert_names(profile)
+    experts_bytes = sum(parameter.bytes for parameter in profile.parameters if parameter.names[0] in names)
+    even, worst = worst_buffer_bytes(profile, priced.plan, priced.prediction.batch_per_rank)
+    return (
+        f"Expert {ranks}: the experts have {experts_bytes / profile.parameter_bytes:.0%} of the weights"
+        f" ({experts_bytes / _GIB:,.1f} GiB), and each of {ranks} data ranks holds a part of them. Tokens go there over"
+        f" {link}: {cost} if routing is even, as is assumed. The buffers of a layer take {even / _GIB:,.2f} GiB then,"
+        f" and {worst / _GIB:,.2f} GiB if all tokens go to one rank."
+    )

@@ -1,0 +1,34 @@
+"""What a pipeline's schedule adds to the bounds of a candidate: microbatches in flight, and the span of all passes."""
+
+from meshwright.planner.candidates import Candidate
+
+StageSeconds = list[tuple[float, float]]  # forward and backward pass of each stage, for one microbatch
+
+
+def in_flight(candidate: Candidate, rank: int) -> int:
+    """The number of microbatches whose activations a rank stores at once. A microbatch counts once for each stage of
+    the rank."""
+    ranks, count, stages = candidate.sizes.pipeline, candidate.microbatches, candidate.stages_per_rank
+    if ranks == 1:
+        return 1
+    if candidate.schedule == "gpipe":
+        return count
+    warm_up = (2 if candidate.schedule == "interleaved_1f1b" else 1) * (ranks - 1 - rank)
+    if candidate.schedule == "zero_bubble":
+        warm_up += rank  # activations are kept until the weight gradients are computed
+    return min((stages - 1) * ranks + warm_up + 1, stages * count)
+
+
+def span_lower_bound(candidate: Candidate, seconds: StageSeconds) -> float:
+    """A lower bound of the seconds from the first forward pass to the last backward pass. `seconds` are those of each
+    stage."""
+    ranks, count = candidate.sizes.pipeline, candidate.microbatches
+    # Weight gradients fill the bubble, unless a backward pass is not split (`Runtime.splits_backward`).
+    delays_weight_gradients = candidate.schedule == "zero_bubble" and candidate.recompute == "none"
+    span = delay = 0.0
+    for rank in range(ranks):
+        busy = sum(forward + backward for forward, backward in seconds[rank::ranks])
+        span = max(span, count * busy + delay)
+        forward, backward = seconds[rank]
+        delay += forward if delays_weight_gradients else forward + backward
+    return span

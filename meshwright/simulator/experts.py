@@ -1,0 +1,175 @@
+"""What dividing the experts of a mixture over e ranks changes for a rank (`axes.expert`).
+
+Routing is taken as even: each rank sends its routed rows, of S bytes, to the experts of all ranks, and receives as
+many. With W the bytes of all experts' weights and n ranks of the shard axis:
+
+    work         the same rows for fewer experts: unchanged
+    weights      W / e without a shard axis; W / n with one, as without an expert axis            divided_profile
+    gathered     W / e while a block runs, if n > e; nothing if n = e                              gathered_share
+    gradients    W / e before they are combined                                                    divided_profile
+    buffers      2 S, of the rows on their way and of those that come back                         divided_profile
+                 at the worst, if all rows go to one rank: e · 2 S                                 worst_buffer_bytes
+    messages     forward: all-to-all of S and of the weights of the rows, and of S back; the same
+                 backward; with recomputation, those of the forward pass once more                 expert_messages
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from meshwright.blocks.module_names import is_inside
+from meshwright.cluster.cluster import Cluster
+from meshwright.dtypes import ITEM_BYTES
+from meshwright.errors import InputError
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes
+from meshwright.profile.experts import RoutedExperts
+from meshwright.profile.values import BatchPolynomial, MemoryChange, ModelProfile, Operator, Parameter, TraceSegment
+from meshwright.simulator.communication.placement import RankGroup, group_of_axes
+from meshwright.simulator.tensor.messages import TensorMessage
+
+
+def check_expert_ranks(profile: ModelProfile, plan: Plan) -> None:
+    """Raises an `InputError` if the plan divides experts that the model has not, or that its ranks do not divide."""
+    ranks = plan.axes.expert
+    if ranks == 1:
+        return
+    if not profile.experts:
+        raise InputError(f"plan.axes.expert is {ranks}, but the model has no experts: set axes.expert to 1")
+    numbers = sorted({layer.number for layer in profile.experts if layer.number % ranks})
+    if numbers:
+        raise InputError(f"plan.axes.expert is {ranks}, which does not divide the model's {numbers[0]} experts")
+    if plan.axes.shard > 1 and plan.axes.shard % ranks:
+        raise InputError(
+            f"plan.axes.expert is {ranks}, which does not divide axes.shard ({plan.axes.shard}): next to a shard axis,"
+            " experts are divided over its ranks"
+        )
+
+
+def expert_group(axes: Axes, cluster: Cluster) -> RankGroup:
+    """The ranks that share the experts: neighbouring data ranks."""
+    data_ranks = axes.replicate * axes.shard
+    regrouped = axes.model_copy(update={"replicate": data_ranks // axes.expert, "shard": axes.expert, "expert": 1})
+    return group_of_axes(regrouped, ("shard",), cluster)
+
+
+def expert_names(profile: ModelProfile) -> frozenset[str]:
+    """The names of the parameters of all experts."""
+    return frozenset(name for layer in profile.experts for name in layer.parameters)
+
+
+def gathered_share(plan: Plan) -> float:
+    """The share of an expert's weights, of those that a rank counts, that FSDP2 gathers."""
+    experts, shard = plan.axes.expert, plan.axes.shard
+    if experts == 1 or shard == 1:
+        return 1.0
+    return 1 / experts if shard > experts else 0.0
+
+
+def gathered_bytes(parameters: Iterable[Parameter], profile: ModelProfile, plan: Plan) -> float:
+    """The bytes of these parameters that are gathered, or whose gradients are scattered, over the shard axis."""
+    share = gathered_share(plan)
+    names = expert_names(profile) if share < 1 else frozenset()
+    return sum(p.bytes * (share if p.names[0] in names else 1.0) for p in parameters)
+
+
+def divided_profile(profile: ModelProfile, plan: Plan) -> ModelProfile:
+    """The profile of one rank, of which the given profile has all experts."""
+    ranks = plan.axes.expert
+    if ranks == 1 or not profile.experts:
+        return profile
+    names = expert_names(profile)
+    parameters = profile.parameters
+    if plan.axes.shard == 1:
+        parameters = tuple(_divided(p, ranks) if p.names[0] in names else p for p in parameters)
+    segments = tuple(_divided_segment(segment, profile, ranks) for segment in profile.segments)
+    return replace(profile, parameters=parameters, segments=segments)
+
+
+def _divided(parameter: Parameter, ranks: int) -> Parameter:
+    """An expert's parameter with the bytes of the rank's share. Stacked experts have fewer rows; of a list, each rank
+    has some of the modules, which is counted as a share of each."""
+    shape = parameter.shape
+    if len(shape) > 2 and shape[0] % ranks == 0:
+        shape = (shape[0] // ranks, *shape[1:])
+    return replace(parameter, shape=shape, bytes=parameter.bytes // ranks)
+
+
+def _divided_segment(segment: TraceSegment, profile: ModelProfile, ranks: int) -> TraceSegment:
+    changes: list[MemoryChange] = []
+    layers = _layers_in(segment, profile)
+    if not layers:
+        return segment
+    for change in segment.changes:
+        is_expert = change.role == "gradient" and any(_is_of(change.layer, layer) for layer in layers)
+        changes.append(replace(change, bytes=change.bytes.scaled(1 / ranks)) if is_expert else change)
+    for layer in layers:
+        numbers = [number for number, operator in enumerate(segment.operators) if _is_of(operator.layer, layer)]
+        buffer = _row_bytes(segment, layer, numbers).scaled(2.0)
+        if buffer.at(1) and numbers:
+            changes.append(MemoryChange(numbers[0], buffer, "temporary", layer.module))
+            changes.append(MemoryChange(numbers[0] + 1, buffer.scaled(-1.0), "temporary", layer.module))
+    ordered = sorted(changes, key=lambda change: change.after_operators)
+    return replace(segment, changes=tuple(ordered))
+
+
+def _layers_in(segment: TraceSegment, profile: ModelProfile) -> list[RoutedExperts]:
+    used = {operator.layer for operator in segment.operators}
+    return [layer for layer in profile.experts if any(_is_of(name, layer) for name in used)]
+
+
+def _is_of(module: str, layer: RoutedExperts) -> bool:
+    return any(is_inside(module, name) for name in layer.modules)
+
+
+def _products(segment: TraceSegment, layer: RoutedExperts, numbers: Iterable[int]) -> list[Operator]:
+    """The first product of each expert module of the layer in this segment: its input are the routed rows."""
+    first: dict[str, Operator] = {}
+    for number in numbers:
+        operator = segment.operators[number]
+        if operator.kind == "matmul" and operator.flops.at(1):
+            module = next(name for name in layer.modules if is_inside(operator.layer, name))
+            first.setdefault(module, operator)
+    return list(first.values())
+
+
+def _row_bytes(segment: TraceSegment, layer: RoutedExperts, numbers: Iterable[int]) -> BatchPolynomial:
+    """The bytes of the rows that a rank routes, as a function of the batch."""
+    rows = BatchPolynomial(0.0, 0.0)
+    for product in _products(segment, layer, numbers):
+        count, width = product.shape[1], max(1.0, product.shape[3].at(1))
+        size = width * ITEM_BYTES.get(product.dtype, 4)
+        rows = BatchPolynomial(rows.constant + count.constant * size, rows.linear + count.linear * size)
+    return rows
+
+
+def routed_bytes(profile: ModelProfile, batch: float) -> list[tuple[float, float, int]]:
+    """For each mixture: the bytes of the rows that a rank routes, the bytes of their weights, and how often the layer
+    appears in the model."""
+    result = []
+    for segment in profile.segments:
+        for layer in _layers_in(segment, profile) if segment.phase == "forward" else ():
+            numbers = [number for number, operator in enumerate(segment.operators) if _is_of(operator.layer, layer)]
+            products = _products(segment, layer, numbers)
+            rows = _row_bytes(segment, layer, numbers).at(batch)
+            weights = sum(p.shape[1].at(batch) * ITEM_BYTES.get(p.dtype, 4) for p in products)
+            result.append((rows, weights, segment.block_count))
+    return result
+
+
+def expert_messages(profile: ModelProfile, plan: Plan, batch: float) -> list[TensorMessage]:
+    """The messages of one microbatch over the expert axis. `profile` has all experts."""
+    if plan.axes.expert == 1:
+        return []
+    messages: list[TensorMessage] = []
+    recomputed = plan.memory.recompute != "none"
+    for rows, weights, times in routed_bytes(profile, batch):
+        for size, passes in ((rows, 2), (weights, 1)):
+            messages.append(TensorMessage("all_to_all", size, passes * times, True))
+            messages.append(TensorMessage("all_to_all", size, passes * times * (2 if recomputed else 1), False))
+    return messages
+
+
+def worst_buffer_bytes(profile: ModelProfile, plan: Plan, batch: float) -> tuple[float, float]:
+    """The bytes of the buffers of one mixture with even routing, and if all rows go to the experts of one rank."""
+    rows = max((rows for rows, _, _ in routed_bytes(profile, batch)), default=0.0)
+    return 2 * rows, 2 * rows * plan.axes.expert
