@@ -77,6 +77,7 @@ class Job(Section):
                 f" {self.data.partition}: leave out data.parts or set data.partition to sample"
             )
         self.data.check_sampling()
+        self.data.check_timeout()
         if "loss" in self.metrics:
             raise ValueError("metrics.loss: every evaluation already reports the loss under this name, choose another")
         best = self.checkpoint.best

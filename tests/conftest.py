@@ -13,12 +13,14 @@ from meshwright.launch.local import fork_server
 from tests.auto.machines import store_measurement
 from tests.forking.environment import IS_WORKER, set_variables
 from tests.forking.forked import spawn_by_forking
+from tests.forking.leftovers import adopt_orphans, leaving_nothing
 from tests.ranks import RankPool, ranks
 
 settings.register_profile("meshwright", deadline=None)  # no test fails because a core is busy
 settings.load_profile("meshwright")
 set_variables()
 fork_server._spawn = spawn_by_forking
+adopt_orphans()
 if IS_WORKER:
     torch.set_num_threads(1)  # each of several workers has a core
 else:
@@ -41,6 +43,22 @@ def three() -> Iterator[RankPool]:
 def four() -> Iterator[RankPool]:
     with ranks(4) as pool:
         yield pool
+
+
+@pytest.fixture
+def nothing_left(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For tests that kill or stop processes: checks afterwards that nothing of them is left."""
+    temporary = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    with leaving_nothing(temporary):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_at_the_end() -> Iterator[None]:
+    """Checks after all tests that no process and no segment of theirs is left."""
+    with leaving_nothing():
+        yield
 
 
 @pytest.fixture

@@ -168,6 +168,11 @@ def _close_shared_pools() -> None:
         pool.close()
 
 
+def shared_rank_ids() -> set[int]:
+    """The processes of the shared pools, which stay until the tests end."""
+    return {process.pid for pool in _SHARED_POOLS.values() for process in pool._processes}
+
+
 @contextmanager
 def ranks(world_size: int, timeout_s: float = 120, backend: str = "gloo") -> Iterator[RankPool]:
     """Yields a pool of this size; `timeout_s` is the time limit of each call. Small pools are shared by tests."""

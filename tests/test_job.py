@@ -28,6 +28,7 @@ data:
   synthetic: true
   partition: batch
   workers: 2
+  timeout_s: 60
   pin_memory: true
   collate: {call: torch.utils.data:default_collate}
   target: label
@@ -44,6 +45,7 @@ schedule: {call: torch.optim.lr_scheduler:StepLR, step_size: 2, per: epoch}
 callbacks: [{call: "meshwright.train.callbacks:EarlyStopping", patience: 2}]
 train: {epochs: 2, steps: 50, global_batch: 16, clip_norm: 1, seed: 3, weights: {path: /w.pt, skip: [head]},
         freeze: [body], deterministic: true, on_nonfinite: skip, timeout_s: 30, restarts: 1, grace_s: 9,
+        spare: false, on_spike: rewind, spike: {window: 50, deviations: 6},
         loss_scale: {start: 256.0, interval: 100, hysteresis: 2, lowest: 1.0}}
 checkpoint: {every_steps: 7, keep: 2, best: accuracy, better: higher, frozen: false, copy_to: "s3://bucket/team",
              asynchronous: false, on_full: wait}

@@ -41,8 +41,9 @@ class About(_Section):
     `step`. `parts` is the number of fixed parts of the data set, `stream` the state that a stream had before the last
     batch and a digest of this batch, `plan` the plan of the run, `loss` the last loss, `evaluated` the step of the last
     evaluation and its metrics, `best` the step of the best checkpoint and its metric, `left_out` the batches that are
-    not trained on, `skipped` the number of updates that were left out. Only runs with parameter servers have `clocks`
-    (worker, clock, epoch and batch of each), `workers` and `staleness`.
+    not trained on, `skipped` the number of updates that were left out, `losses` those that decide whether the next
+    one is a spike. Only runs with parameter servers have `clocks` (worker, clock, epoch and batch of each),
+    `workers` and `staleness`.
     """
 
     model_config = ConfigDict(strict=True)  # a number as a text would not be one for the trainer
@@ -57,6 +58,7 @@ class About(_Section):
     evaluated: tuple[NonNegativeInt, dict[str, float]] | None = None
     best: tuple[NonNegativeInt, float] | None = None
     left_out: list[Position] = []
+    losses: list[float] = []
     skipped: NonNegativeInt = 0
     clocks: list[tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt, NonNegativeInt]] = []
     workers: PositiveInt | None = None

@@ -65,11 +65,12 @@ def check_module_job(job: Job) -> None:
     for field, (value, instead) in fields.items():
         if value:
             raise InputError(f"{field} is {value!r:.60}, but the model is a LightningModule: leave it out, {instead}")
-    if job.train.on_nonfinite != "stop":
-        raise InputError(
-            f"train.on_nonfinite is {job.train.on_nonfinite}, which the loop of a LightningModule does not have: leave"
-            " it out"
-        )
+    for field, value, default in (
+        ("train.on_nonfinite", job.train.on_nonfinite, "stop"),
+        ("train.on_spike", job.train.on_spike, "ignore"),
+    ):
+        if value != default:
+            raise InputError(f"{field} is {value}, which the loop of a LightningModule does not have: leave it out")
 
 
 def configured_by_module(*_: Any, **__: Any) -> NoReturn:

@@ -50,7 +50,8 @@ class LoadingOptions:
     """How batches are loaded. If `collate` is None, torch's default is used. `parts` is the number of parts into which
     a data set is divided if `partition` is `sample`; None means one part per rank. `start_worker` is called with its
     number in each worker process, and `loader_options` are further arguments of torch's `DataLoader`. `sampling` says
-    how an epoch of training draws its samples; None means each sample once."""
+    how an epoch of training draws its samples; None means each sample once. `timeout_s` is how long a worker may take
+    for a batch; None means that there is no limit."""
 
     workers: int = 0
     pin_memory: bool = False
@@ -60,6 +61,7 @@ class LoadingOptions:
     sampling: WeightedSampling | None = None
     start_worker: Callable[[int], None] | None = None
     loader_options: Mapping[str, Any] = field(default_factory=dict)
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from meshwright.data.batch import LoadingOptions
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, RankError
 
 _WATCH_S = 0.5
+_TIMEOUT = "DataLoader timed out"  # what torch's exception says
 
 
 def load_items(dataset: Dataset[Any], loading: LoadingOptions, keys: Iterable[Any] | None = None) -> Iterator[Any]:
@@ -32,6 +33,7 @@ def load_items(dataset: Dataset[Any], loading: LoadingOptions, keys: Iterable[An
         pin_memory=loading.pin_memory and torch.accelerator.is_available(),
         worker_init_fn=partial(_start_users_worker, loading.start_worker) if loading.start_worker else _start_worker,
         generator=torch.Generator(),  # otherwise starting a loader would draw from the model's generator
+        **_timeout(loading),
         **loading.loader_options,
     )
     with _signals_blocked():
@@ -46,6 +48,10 @@ def load_items(dataset: Dataset[Any], loading: LoadingOptions, keys: Iterable[An
                     data = next(iterator)
             except StopIteration:
                 return
+            except RuntimeError as error:
+                if _TIMEOUT not in str(error):
+                    raise
+                raise _late_worker(iterator, loading) from None
             except MeshwrightError as error:
                 if loading.workers == 0:
                     raise
@@ -55,6 +61,22 @@ def load_items(dataset: Dataset[Any], loading: LoadingOptions, keys: Iterable[An
             del data  # frees the batch while waiting for the next one
     finally:
         del iterator
+
+
+def _timeout(loading: LoadingOptions) -> dict[str, Any]:
+    return {} if loading.timeout_s is None else {"timeout": loading.timeout_s}
+
+
+def _late_worker(iterator: Any, loading: LoadingOptions) -> RankError:
+    """Returns the error that names the worker whose turn it is. It does not name the process, so that the launcher sees
+    that the same worker is late at the same step again."""
+    number, *_ = iterator._task_info.get(iterator._rcvd_idx, (None,))
+    worker = f"worker {number}" if number is not None else "a worker"
+    return RankError(
+        f"{worker} of {loading.workers} that load data has not answered within {loading.timeout_s:g} s"
+        " (data.timeout_s): it hangs in the data set's code or waits for the disk; raise data.timeout_s if its batches"
+        " take that long"
+    )
 
 
 @contextmanager

@@ -8,7 +8,19 @@ from pydantic_core import PydanticCustomError
 
 from meshwright.call import Call
 from meshwright.files.remote import check_url, is_url
-from meshwright.limits import Count, CountOrZero, Parts, ProcessesOrZero, Samples, Seed, Steps, StepsOrZero, Timeout
+from meshwright.limits import (
+    Count,
+    CountOrZero,
+    Parts,
+    ProcessesOrZero,
+    Samples,
+    Seed,
+    Steps,
+    StepsOrZero,
+    Timeout,
+    at_least,
+    at_most,
+)
 
 MOST_PROFILED_STEPS = 1_000  # the trace of a step has a few megabytes
 
@@ -50,6 +62,7 @@ class Data(Section):
     epoch_samples: Samples | None = None  # number of samples that an epoch draws by weight; null: as many as there are
     sampler: Call | None = None  # torch's WeightedRandomSampler, in place of `weights` and `epoch_samples`
     workers: ProcessesOrZero = 0  # loader processes per rank
+    timeout_s: Timeout | None = None  # how long a loader process may take for a batch; null: as long as it likes
     pin_memory: bool | None = None  # null: only where there are GPUs
     collate: Call | None = None
     target: str | None = None  # key of the target in batches that are dicts; null: target(s) or label(s)
@@ -66,6 +79,14 @@ class Data(Section):
             raise ValueError(
                 "data.partition is sample, which visits each sample once per epoch, but data.weights or data.sampler"
                 " draws samples by weight: set data.partition to batch, or leave the weights out"
+            )
+
+    def check_timeout(self) -> None:
+        """Raises a ValueError if there is a limit for processes of which there are none."""
+        if self.timeout_s is not None and not self.workers:
+            raise ValueError(
+                f"data.timeout_s is {self.timeout_s:g}, but data.workers is 0, and a rank cannot interrupt itself: set"
+                " data.workers to 1 or more, or leave out data.timeout_s"
             )
 
 
@@ -128,6 +149,14 @@ class LossScaleSettings(Section):
     fixed: PositiveFloat | None = None
 
 
+class SpikeSettings(Section):
+    """Which loss is a spike: one that is more than `deviations` standard deviations above the median of the last
+    `window` losses. Both are computed so that single spikes among them do not count."""
+
+    window: Annotated[Steps, at_least(5, "5 steps"), at_most(10_000, "10,000 steps")] = 100
+    deviations: PositiveFloat = 10
+
+
 class Train(Section):
     """Length and settings of the training. The run ends after `epochs` or `steps`, whichever comes first."""
 
@@ -142,6 +171,10 @@ class Train(Section):
     # What to do when the loss is NaN or infinite: end the run after 3 such steps in a row, leave out their updates, or
     # go back to the last checkpoint and leave out their batches. The last two look at the gradients, too.
     on_nonfinite: Literal["skip", "rewind", "stop"] = "stop"
+    # What to do when the loss is far above those of the steps before: nothing, end the run, leave out the update, or go
+    # back to the last checkpoint and leave out the batch.
+    on_spike: Literal["ignore", "skip", "rewind", "stop"] = "ignore"
+    spike: SpikeSettings = SpikeSettings()  # which loss is one
     loss_scale: LossScaleSettings = LossScaleSettings()  # of fp16
     timeout_s: Timeout = 600  # how long a rank waits for the others
     restarts: CountOrZero = 3  # how often failed ranks are started again

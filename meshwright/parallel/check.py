@@ -207,6 +207,15 @@ def check_cast(plan: Plan, model: nn.Module) -> None:
         )
 
 
+def check_no_servers(plan: Plan) -> None:
+    """Raises an error if the plan has parameter servers, for what a session cannot start."""
+    if plan.gradients.servers:
+        raise InputError(
+            f"the plan ({plan.summary()}) has parameter servers, which only `meshwright train` starts: use that"
+            " command, or set gradients.servers to 0"
+        )
+
+
 def check_sparse(plan: Plan, model: nn.Module, clip_norm: float | None = None) -> None:
     """Raises an `InputError` if the plan or `clip_norm` needs dense gradients but the model has sparse ones. Only the
     replicate axis can average sparse gradients. Axes that divide weights, clipping and loss scaling (fp16) need dense

@@ -61,6 +61,7 @@ def build_loading(job: Job, device: torch.device) -> LoadingOptions:
     collate = bind(job.data.collate, "data.collate") if job.data.collate else None
     return LoadingOptions(
         workers=job.data.workers,
+        timeout_s=job.data.timeout_s,
         pin_memory=pin and device.type == "cuda",
         collate=collate,
         partition=job.data.partition,

@@ -49,6 +49,12 @@ def check_job(job: Job, plan: Plan, cluster: Cluster, parts: JobParts | None = N
             f" gradients.servers is {plan.gradients.servers}: set train.on_nonfinite to skip or stop, or"
             " gradients.servers to 0"
         )
+    if plan.gradients.servers and job.train.on_spike != "ignore":
+        raise InputError(
+            f"train.on_spike is {job.train.on_spike}, but workers of parameter servers do not know each other's losses,"
+            f" and gradients.servers is {plan.gradients.servers}: leave out train.on_spike, or set"
+            " gradients.servers to 0"
+        )
     if plan.gradients.servers and not job.checkpoint.frozen:
         raise InputError(
             "checkpoint.frozen is false, but parameter servers save all weights, and gradients.servers is"

@@ -27,6 +27,7 @@ from meshwright.train.build import (
 )
 from meshwright.train.loss.finder import needs_trial
 from meshwright.train.loss.loss import LossFunction
+from meshwright.train.loss.spikes import SpikeDetector
 from meshwright.train.session import Report, Session
 from meshwright.train.step.optimizer import optimizer_for_parameters, optimizer_groups
 from meshwright.train.step.schedule import build_schedule
@@ -52,6 +53,7 @@ def build_session(job: Job, plan: Plan, world: World, report: Report) -> Session
         clip_norm=job.train.clip_norm,
         loss_scale=job.train.loss_scale,
         on_nonfinite="ignore" if job.train.on_nonfinite == "stop" else "skip",
+        spikes=None if job.train.on_spike == "ignore" else SpikeDetector(job.train.spike),
         seed=job.train.seed,
         target=job.data.target,
         frozen=frozen_modules(model) if job.train.freeze else (),

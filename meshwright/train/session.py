@@ -22,7 +22,7 @@ from meshwright.errors import InputError
 from meshwright.job_sections.sections import LossScaleSettings
 from meshwright.launch.world import World
 from meshwright.parallel.apply import FillWeights, apply
-from meshwright.parallel.check import check_sparse
+from meshwright.parallel.check import check_no_servers, check_sparse
 from meshwright.parallel.gather_samples import GatherSamples
 from meshwright.parallel.mesh import data_group
 from meshwright.parallel.model import ParallelModel
@@ -30,6 +30,7 @@ from meshwright.parallel.weights.offload import offload_optimizer
 from meshwright.plan import Plan
 from meshwright.train.loss.finder import LossFinder
 from meshwright.train.loss.loss import LossFunction
+from meshwright.train.loss.spikes import SpikeDetector
 from meshwright.train.metrics import Metric, MetricTotals
 from meshwright.train.step.batch import cut_share
 from meshwright.train.step.cuda_graphs import StepGraphs
@@ -37,7 +38,7 @@ from meshwright.train.step.evaluation import Evaluator, combine_totals
 from meshwright.train.step.explained_errors import explains_errors
 from meshwright.train.step.forward_backward import ForwardBackward
 from meshwright.train.step.loss_scale import DEFAULTS, LossScale
-from meshwright.train.step.nonfinite import NonFiniteCheck
+from meshwright.train.step.nonfinite import NO_PROBLEM, make_step_check
 from meshwright.train.step.optimizer import use_fused_kernels
 from meshwright.train.step.own_loop import OwnLoop
 from meshwright.train.step.randomness import step_seed
@@ -60,7 +61,8 @@ class Session(OwnLoop):
     gradients are complete, before they are clipped.
 
     `nonfinite` says what was NaN or infinite in the last step, such as `the loss is nan`; None if nothing was, and
-    always with `on_nonfinite="ignore"`. `skipped_steps` is the number of steps whose update was left out for this.
+    always with `on_nonfinite="ignore"`. `spike` says why its loss was a spike. `skipped_steps` is the number of steps
+    whose update was left out for this.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Session(OwnLoop):
         schedule_per: Literal["step", "epoch"] = "step",
         clip_norm: float | None = None,
         on_nonfinite: Literal["ignore", "skip"] = "ignore",
+        spikes: SpikeDetector | None = None,
         loss_scale: LossScaleSettings = DEFAULTS,
         seed: int = 0,
         target: str | None = None,
@@ -84,15 +87,11 @@ class Session(OwnLoop):
         fill: FillWeights | None = None,
     ) -> None:
         """`make_optimizer` is called with the parameters that this rank holds. With `on_nonfinite="skip"`, the update
-        of a step whose loss or gradients are NaN or infinite is left out on all ranks. `target` is the key of the
-        target in batches that are dicts. `frozen` are names of modules that stay in evaluation mode. `sample` is a
-        batch of any size, which only plans that split or cut the model need. `fill` gives a model on the meta device
-        its weights once the plan has divided it."""
-        if plan.gradients.servers:
-            raise InputError(
-                f"the plan ({plan.summary()}) has parameter servers, which only `meshwright train` starts: use that"
-                " command, or set gradients.servers to 0"
-            )
+        of a step whose loss or gradients are NaN or infinite is left out on all ranks, with `spikes` also that of a
+        spike. `target` is the key of the target in batches that are dicts. `frozen` are names of modules that stay in
+        evaluation mode. `sample` is a batch of any size, which only plans that split or cut the model need. `fill`
+        gives a model on the meta device its weights once the plan has divided it."""
+        check_no_servers(plan)
         self.plan = plan
         self.world = world
         target = target_key(target, loss is not None)
@@ -112,10 +111,8 @@ class Session(OwnLoop):
         super().__init__(self._parallel, self._loss_finder.over_ranks(self._gather_samples), seed, target, report)
         self._clip_norm, self._frozen = clip_norm, frozen
         self.on_gradients: Callable[[], None] | None = None
-        # In fp16, a gradient that is not finite only means that the loss scale is too large, and it reacts to that.
-        check = NonFiniteCheck(self._parallel, world.size, with_gradients=self.loss_scale is None)
-        self._nonfinite_check = check if on_nonfinite == "skip" else None
-        self.nonfinite: str | None = None
+        self._step_check = make_step_check(self._parallel, world.size, on_nonfinite == "skip", is_fp16, spikes)
+        self.nonfinite, self.spike = NO_PROBLEM
         self.skipped_steps = 0
         # Captures forward and backward passes of a single rank. With several ranks, compiled code captures itself.
         captures = plan.compute.cuda_graphs and plan.processes == 1 and world.device.type == "cuda"
@@ -206,8 +203,8 @@ class Session(OwnLoop):
 
     def _step(self, batch: Any) -> Tensor:
         self._report("prepare")
-        if self._nonfinite_check:
-            self._nonfinite_check.copy_buffers()
+        if self._step_check:
+            self._step_check.copy_buffers()
         if self._parallel.local_steps:
             self._parallel.local_steps.before_step(self.steps)
         self.optimizer.zero_grad(set_to_none=True)
@@ -222,11 +219,11 @@ class Session(OwnLoop):
         else:
             loss = self._run_forward_backward(examples, samples)
         self._report("optimizer")
-        if self._nonfinite_check:
-            self.nonfinite = self._nonfinite_check.examine(loss)
-            self.skipped_steps += self.nonfinite is not None
+        if self._step_check:
+            self.nonfinite, self.spike = self._step_check.examine(loss)
+            self.skipped_steps += bool(self.nonfinite or self.spike)
         if self.remote_optimizer is None:
-            stepped = self.nonfinite is None and self._update()
+            stepped = not (self.nonfinite or self.spike) and self._update()
         else:
             stepped, loss = self.remote_optimizer.update(self, loss)
         if self._parallel.local_steps:
@@ -236,7 +233,7 @@ class Session(OwnLoop):
 
     def leave_out(self, batch: Batch) -> None:
         """Counts a batch that `batches` yielded as a step, but does not train on it."""
-        self.nonfinite = None
+        self.nonfinite = self.spike = None
         self.skipped_steps += 1
         if self._parallel.local_steps:  # replicas may have to average their weights after this step
             self._parallel.local_steps.before_step(self.steps)
@@ -347,10 +344,11 @@ class Session(OwnLoop):
 
     def about(self) -> dict[str, Any]:
         """What a checkpoint's manifest says about its position in the run: `step`, `position`, `seed`, `skipped`, and
-        `parts` and `stream` if they are not None. Seed and step determine all random numbers."""
+        `parts`, `stream` and `losses` if there are any. Seed and step determine all random numbers."""
         about = {"step": self.steps, "position": [*self.position], "seed": self.seed, "skipped": self.skipped_steps}
         stream = {"stream": [self.stream_state.before, self.stream_state.digest]} if self.stream_state else {}
-        return about | ({"parts": self.parts} if self.parts else {}) | stream
+        losses = self._step_check.about() if self._step_check else {}
+        return about | ({"parts": self.parts} if self.parts else {}) | stream | losses
 
     @explains_errors
     def save(self, path: str | Path, frozen: bool = True) -> Path:
@@ -382,6 +380,8 @@ class Session(OwnLoop):
         self.parts = int(about["parts"]) if about.get("parts") else None
         self.stream_state = StreamState(*about["stream"]) if about.get("stream") else None
         self.skipped_steps = int(about.get("skipped", 0))
+        if self._step_check:
+            self._step_check.restore(about)
         self._parallel.reset_compression()
 
     # ---- batches

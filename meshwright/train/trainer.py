@@ -74,7 +74,7 @@ class Trainer:
         self.best: BestCheckpoint | None = None
         self.recorded_steps = recorded_steps
         self.predicted_step_s = predicted_step_s
-        self.divergence = DivergenceMonitor(job.train.on_nonfinite)
+        self.divergence = DivergenceMonitor(job.train.on_nonfinite, job.train.on_spike)
         self.left_out: set[tuple[int, int]] = set()  # the epoch and index of batches that are not trained on
         self.callbacks = Callbacks(build_callbacks(job), CallbackRun(job, session, world, folder), self._report)
         self.stragglers = StragglerWatch(folder.times, world.size)
@@ -132,7 +132,7 @@ class Trainer:
         if self._evaluation_due(None) and not self._evaluate(stop):
             self._save()
             return False
-        if self._rewinds and self.saved_step is None:
+        if self.divergence.may_rewind and self.saved_step is None:
             self._save()  # the checkpoint that the first steps can go back to
         finished: bool | None = True if self.callbacks.agree_to_stop() else None
         while finished is None and not self.length.at_end():
@@ -156,9 +156,9 @@ class Trainer:
                     self.session.leave_out(batch)
                 else:
                     self.last_loss = step(batch)
-                if self._rewinds and self.session.nonfinite is not None:
+                if problem := self.divergence.reason_to_rewind(self.session.nonfinite, self.session.spike):
                     agreement.result()  # a stop request is still there after the next step
-                    self._rewind(batch, self.session.nonfinite)
+                    self._rewind(batch, problem)
                     return None
                 self.heartbeat.finish_step()
                 self.meter.step(batch.samples)
@@ -242,31 +242,27 @@ class Trainer:
         if straggler := self.stragglers.look():
             self.display.line(f"warning: {straggler}")
 
-    # ---- steps that are not finite
-
-    @property
-    def _rewinds(self) -> bool:
-        """Whether the run goes back to a checkpoint after a step that is not finite."""
-        return self.job.train.on_nonfinite == "rewind"
+    # ---- steps that are left out
 
     def _log_nonfinite(self, batch: Batch, is_left_out: bool) -> None:
-        """Tells the user, and writes to the metrics log, if the step just made was not finite, or if its batch is left
-        out because it was not finite before. Raises `TrainingDiverged` if too many steps in a row were not finite."""
+        """Tells the user, and writes to the metrics log, if the update of the last step was left out, or its batch.
+        Raises `TrainingDiverged` if that was so in too many steps in a row."""
         steps, skipped, problem, loss = self.session.steps, self.session.skipped_steps, self.session.nonfinite, None
         line: str | None = f"step {steps}: batch {batch.index} of epoch {batch.epoch} is left out"
         if not is_left_out:
             loss = self.last_loss
             assert loss is not None
             line = self.divergence.after_step(steps, loss, problem, skipped)
+            line = self.divergence.after_spike(steps, self.session.spike, skipped) or line
         if line:
             self.display.line(line)
-        if self.metrics_log and (is_left_out or problem is not None):
+        if self.metrics_log and (is_left_out or problem or self.session.spike):
             values = {"loss": None if loss is None else float(loss), "skipped_steps": skipped}
             self.metrics_log.write("skipped", steps, batch.epoch, values)
 
     def _rewind(self, batch: Batch, problem: str) -> None:
-        """Goes back to the newest checkpoint, because the step on this batch was not finite. The batch is left out from
-        now on."""
+        """Goes back to the newest checkpoint because of a problem in the step on this batch. It is left out from now
+        on."""
         step = self.session.steps
         self.divergence.note_rewind(step, problem)
         self.meter.pause()

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from meshwright.data import workers
 from meshwright.data.loading import LoadingOptions, SampleShare, train_batches
+from meshwright.errors import RankError
 from tests.data.sources import Augmented, Stream, as_list
 from tests.forking.forked import fork
 
@@ -128,3 +129,29 @@ def test_busy_workers_end_with_their_rank(end: str) -> None:
             os.kill(rank.pid, signal.SIGKILL)
         rank.wait(timeout=DEADLINE_S)
         assert_processes_end(pids)
+
+
+class Stuck(Dataset[int]):
+    """Sample 5 is never read."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        while index == 5:
+            signal.pause()
+        return index
+
+
+def test_a_worker_that_hangs_is_named_and_ended() -> None:
+    loading = LoadingOptions(workers=2, timeout_s=0.5)
+    share = SampleShare()
+    before = child_processes()
+    batches = train_batches(Stuck(), seed=0, global_batch=2, share=share, loading=loading)
+    first = next(batches)
+    pids = sorted(child_processes() - before)
+    assert first.samples == 2
+    with pytest.raises(RankError, match=r"^worker [01] of 2 that load data has not answered within 0.5 s \(data"):
+        for _ in batches:
+            pass
+    assert_processes_end(pids)

@@ -27,6 +27,7 @@ from tests.forking.environment import REPOSITORY
 _RANK_0_OF_1 = {"RANK": "0", "WORLD_SIZE": "1"}  # a fork server starts ranks; the forked process removes these again
 _IMPORTED = "tests.forking.imported"
 _spawn = fork_server._spawn
+_servers: list[ForkServer] = []
 
 
 @cache
@@ -34,7 +35,13 @@ def _server(module: str) -> ForkServer:
     """A server that has imported the module. All are forked from the first one."""
     server = ForkServer(module, spawn_by_forking(module))
     atexit.register(server.close)
+    _servers.append(server)
     return server
+
+
+def server_ids() -> set[int]:
+    """The processes of the servers, which stay until the tests end."""
+    return {server._end.pid for server in _servers}
 
 
 def fork(
@@ -64,6 +71,7 @@ def main() -> None:
         del os.environ[name]
     os.chdir(folder)
     sys.path[0] = folder
+    tempfile.tempdir = None  # the variable TMPDIR may have changed
     try:
         _function(function)(*arguments)
     except SystemExit as end:

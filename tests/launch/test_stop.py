@@ -13,6 +13,8 @@ import pytest
 from tests.forking.forked import Process, start
 from tests.launch.processes import is_alive, tree, wait_until
 
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
 
 def stages(folder: Path) -> list[str]:
     return [json.loads(file.read_text())["stage"] for file in sorted(folder.glob("report-*.json"))]

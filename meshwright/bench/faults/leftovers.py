@@ -47,17 +47,18 @@ def _status(pid: int) -> list[str] | None:
         return None
 
 
-def find_leftovers(processes: set[Process], temporary: Path, checkpoints: Path | None = None) -> list[str]:
+def find_leftovers(processes: set[Process], temporary: Path | None, checkpoints: Path | None = None) -> list[str]:
     """Returns a line for everything that these processes have left: those that still run, their segments of shared
-    memory, and what is in the folder `temporary`, where they put temporary files, and unfinished in `checkpoints`.
-    Processes have a few seconds to end."""
+    memory, and what is in the folder `temporary`, where they put temporary files, and unfinished in `checkpoints`; None
+    stands for a folder that is not looked at. Processes have a few seconds to end."""
     deadline = time.monotonic() + _SETTLE_S
     while (running := {process for process in processes if process.is_alive()}) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     ids = {str(process.pid) for process in processes}
     lines = [f"process {process.pid} ({_command(process.pid)}) is running" for process in sorted_by_id(running)]
     lines += [f"segment {path} is left" for path in _segments() if ids & {*_PROCESS_ID.findall(path.name)}]
-    lines += [f"temporary file {path} is left" for path in sorted(temporary.iterdir())]
+    if temporary is not None:
+        lines += [f"temporary file {path} is left" for path in sorted(temporary.iterdir())]
     if checkpoints is not None and checkpoints.exists():
         whole = {path.name for path in checkpoints_in(checkpoints).values()} | {"best"}
         lines += [f"{path} is left" for path in sorted(checkpoints.iterdir()) if path.name not in whole]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from meshwright.errors import InputError
+from meshwright.report.benches.faults import fault_sections
 from meshwright.report.benches.strategies import strategy_sections
 from meshwright.report.charts import SERIES_COLOURS, axis, bars, colour, figure, line
 from meshwright.report.hover import hover_text, log_axis
@@ -17,6 +18,7 @@ _FIELDS = {
     "collectives": ("algorithm", "time_s"),
     "peers": ("name", "settings", "ratio"),
     "loading": ("what", "workers"),
+    "faults": ("spare", "rank", "during"),
 }
 
 
@@ -35,6 +37,7 @@ def bench_page(report: Mapping[str, Any], name: str = "") -> Page:
         "collectives": "Collectives",
         "peers": "Other libraries",
         "loading": "Loading",
+        "faults": "Faults",
     }
     file = f", {name}" if name not in ("", kind) else ""
     return Page(f"{titles[kind]}{job}", f"meshwright bench {kind}{file}", sections)
@@ -284,4 +287,5 @@ _SECTIONS: dict[str, Callable[[Mapping[str, Any]], list[Section]]] = {
     "collectives": _collectives,
     "peers": _peers,
     "loading": _loading,
+    "faults": fault_sections,
 }

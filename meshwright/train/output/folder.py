@@ -38,9 +38,10 @@ from meshwright.train.output.origin import ORIGIN_FILE, origin_text, read_run_fi
 # The fields that may change when a run is resumed: all that do not decide which model is trained on which data.
 MAY_CHANGE = {
     "": ("name", "metrics", "callbacks", "checkpoint", "log", "plan", "allow", "tune", "cluster", "output"),
-    "data": ("eval", "workers", "pin_memory"),
+    "data": ("eval", "workers", "timeout_s", "pin_memory"),
     "train": (
-        *("epochs", "steps", "timeout_s", "restarts", "grace_s", "spare", "deterministic", "weights", "on_nonfinite"),
+        *("epochs", "steps", "timeout_s", "restarts", "grace_s", "spare", "deterministic", "weights"),
+        *("on_nonfinite", "on_spike", "spike"),
     ),
 }
 

@@ -79,6 +79,7 @@ class Server:
         self.position = (0, 0)
         self.all_finished = False  # no worker has any more batches
         self.nonfinite: str | None = None
+        self.spike: str | None = None  # spikes are refused with servers
         self.skipped_steps = 0  # number of updates that were left out
         self._group = group
         self._schedule_per = spec.schedule_per

@@ -1,5 +1,5 @@
-"""`DivergenceMonitor`: ends a run whose loss or gradients stay NaN or infinite. The job's `train.on_nonfinite` says
-when."""
+"""`DivergenceMonitor`: ends a run whose loss or gradients stay NaN or infinite, or whose loss stays far above that of
+earlier steps. The job's `train.on_nonfinite` and `train.on_spike` say when."""
 
 import math
 from collections import deque
@@ -53,8 +53,15 @@ class DivergenceMonitor:
     row (`stop`), when too many updates in a row are left out (`skip`), or when the run goes back to the same checkpoint
     too often (`rewind`). All ranks raise it after the same step."""
 
-    def __init__(self, on_nonfinite: Literal["skip", "rewind", "stop"]) -> None:
+    def __init__(
+        self,
+        on_nonfinite: Literal["skip", "rewind", "stop"],
+        on_spike: Literal["ignore", "skip", "rewind", "stop"] = "ignore",
+    ) -> None:
         self._stops = on_nonfinite == "stop"
+        self._on_nonfinite = on_nonfinite
+        self._on_spike = on_spike
+        self._spikes_in_a_row = 0
         self._losses = LossReader()
         self._first_step = 0  # of the steps in a row that were not finite
         self._in_a_row = 0
@@ -78,6 +85,21 @@ class DivergenceMonitor:
             f"step {self._first_step}: {self._problem}: the run ends after {MOST_NONFINITE_LOSSES} such steps in a row"
         )
 
+    def after_spike(self, step: int, spike: str | None, skipped_steps: int) -> str | None:
+        """Notes why the loss of a step was a spike; None if it was none. Returns a line to tell the user, or None."""
+        self._spikes_in_a_row = self._spikes_in_a_row + 1 if spike else 0
+        if spike is None:
+            return None
+        actions = "look at the data of this step, lower the learning rate, or set train.clip_norm"
+        if self._on_spike == "stop":
+            raise TrainingDiverged(f"step {step}: {spike}: {actions}; train.on_spike is stop")
+        if self._spikes_in_a_row == MOST_SKIPPED_STEPS:
+            raise TrainingDiverged(
+                f"step {step}: {spike}, as in each of the last {MOST_SKIPPED_STEPS} steps: {actions}; or raise"
+                " train.spike.deviations"
+            )
+        return f"step {step}: {spike}: its update is left out ({skipped_steps} so far)"
+
     def at_end(self, steps: int, skipped_steps: int) -> None:
         """Raises `TrainingDiverged` if the run, which has made all its steps, did not end well: the last loss is not
         finite (`stop`), or every update was left out."""
@@ -89,6 +111,16 @@ class DivergenceMonitor:
             )
         if steps and skipped_steps >= steps:
             raise TrainingDiverged(f"the updates of all {steps} steps were left out: {self._advice}")
+
+    @property
+    def may_rewind(self) -> bool:
+        """Whether the run goes back to a checkpoint after some steps."""
+        return "rewind" in (self._on_nonfinite, self._on_spike)
+
+    def reason_to_rewind(self, nonfinite: str | None, spike: str | None) -> str | None:
+        """Returns why the run has to go back after a step; None if it does not. The session has the arguments."""
+        reasons = ((self._on_nonfinite, nonfinite), (self._on_spike, spike))
+        return next((problem for action, problem in reasons if action == "rewind" and problem), None)
 
     def note_rewind(self, step: int, problem: str) -> None:
         """Notes that the run goes back to its newest checkpoint because of `problem` in this step."""

@@ -1,5 +1,5 @@
 """Finds NaN and infinite numbers: in the loss and the gradients of a step, whose update is then left out, and in the
-weights and the optimizer's state, which are then not saved."""
+weights and the optimizer's state, which are then not saved. Updates are left out after a spike of the loss, too."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping
@@ -13,21 +13,33 @@ from meshwright.checkpoint.chunks import local_value
 from meshwright.parallel.clip import group_by_dtype_and_device
 from meshwright.parallel.model import ParallelModel
 from meshwright.parallel.weights.layout import local_tensor
+from meshwright.train.loss.spikes import SpikeDetector
 from meshwright.train.torch_private import foreach_norm
 
+NO_PROBLEM: tuple[str | None, str | None] = (None, None)  # what `StepCheck.examine` returns for most steps
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class NonFiniteCheck:
+class StepCheck:
     """Finds out, on all ranks together, whether the update of a step has to be left out because its loss or a gradient
-    is not finite. Keeps copies of the model's buffers, because the forward pass of such a step may have made running
-    statistics NaN."""
+    is not finite, or its loss is a spike. Keeps copies of the model's buffers, because the forward pass of such a step
+    may have made running statistics NaN."""
 
-    def __init__(self, parallel: ParallelModel, ranks: int, *, with_gradients: bool) -> None:
-        """Without `with_gradients`, only the loss is looked at."""
+    def __init__(
+        self,
+        parallel: ParallelModel,
+        ranks: int,
+        *,
+        loss: bool,
+        gradients: bool,
+        spikes: SpikeDetector | None,
+    ) -> None:
+        """`loss` and `gradients` say what has to be finite. If `spikes` is None, no loss is a spike."""
         self._parallel = parallel
         self._ranks = ranks
-        self._with_gradients = with_gradients
+        self._loss = loss
+        self._gradients = gradients
+        self._spikes = spikes
         self._buffers: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -35,20 +47,30 @@ class NonFiniteCheck:
         """Copies the model's buffers. Call it before each step."""
         self._buffers = {name: buffer.detach().clone() for name, buffer in self._parallel.module.named_buffers()}
 
-    def examine(self, loss: Tensor) -> str | None:
-        """Returns what is not finite in the step, such as `the loss is nan`; None if all is finite. The answer is the
-        same on all ranks. If it is not None, the model's buffers get their values of before the step. Call it between
-        the backward pass and the optimizer's step. It waits for the device."""
-        problem = self._find_problem(float(loss))
-        if problem is not None:
+    def examine(self, loss: Tensor) -> tuple[str | None, str | None]:
+        """Returns what is not finite in the step, such as `the loss is nan`, and why its loss is a spike; None for what
+        is not so. The answer is the same on all ranks. If there is a problem, the model's buffers get their values of
+        before the step. Call it between the backward pass and the optimizer's step. It waits for the device."""
+        value = float(loss)
+        nonfinite = self._find_nonfinite(value)
+        spike = self._spikes.examine(value) if self._spikes and nonfinite is None else None
+        if (nonfinite or spike) is not None:
             self._restore_buffers()
             self._parallel.reset_compression()
-        return problem
+        return nonfinite, spike
 
-    def _find_problem(self, loss: float) -> str | None:
-        if not math.isfinite(loss):  # the loss is the same on all ranks
+    def about(self) -> dict[str, Any]:
+        """What a checkpoint's manifest says so that a resumed run decides as this one would."""
+        return {"losses": self._spikes.losses} if self._spikes else {}
+
+    def restore(self, about: Mapping[str, Any]) -> None:
+        if self._spikes:
+            self._spikes.restore(about.get("losses", ()))
+
+    def _find_nonfinite(self, loss: float) -> str | None:
+        if self._loss and not math.isfinite(loss):  # the loss is the same on all ranks
             return f"the loss is {loss}"
-        if not self._with_gradients:
+        if not self._gradients:
             return None
         gradients = (p.grad for p in self._parallel.module.parameters() if p.grad is not None)
         is_nonfinite = on_any_rank(has_nonfinite(map(_numbers, gradients)), self._ranks)
@@ -60,6 +82,17 @@ class NonFiniteCheck:
             copy = self._buffers.get(name)
             if copy is not None and copy.shape == buffer.shape:
                 buffer.copy_(copy)
+
+
+def make_step_check(
+    parallel: ParallelModel, ranks: int, skips: bool, is_fp16: bool, spikes: SpikeDetector | None
+) -> StepCheck | None:
+    """Returns the check of a session; None if it looks for nothing. `skips`: updates that are not finite are left
+    out."""
+    if not skips and spikes is None:
+        return None
+    # In fp16, a gradient that is not finite only means that the loss scale is too large, and it reacts to that.
+    return StepCheck(parallel, ranks, loss=skips, gradients=skips and not is_fp16, spikes=spikes)
 
 
 def on_any_rank(flag: bool, ranks: int) -> bool:

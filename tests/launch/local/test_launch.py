@@ -139,6 +139,8 @@ def test_a_rank_that_ends_early_again_and_again_is_restarted_once(
 
 KILLED_WORKER = """
 from tests.data.test_samples import Suicidal, read_training
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
 read_training(Suicidal(), workers=1)
 """
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from meshwright.bench.collectives.compare import CollectiveRow
+from meshwright.bench.faults.run import Kill
 from meshwright.bench.loading import LoadingRow
 from meshwright.bench.peers.rows import PeerRow
 from meshwright.bench.strategies.rows import StrategyRow
@@ -85,6 +86,14 @@ def loading() -> dict[str, Any]:
     return {"rows": rows, "summary": {}}
 
 
+def faults() -> dict[str, Any]:
+    parts = {"notice": 0.05, "stop": 0.1, "step": 1.0}
+    kills = [Kill(1, 7, "save", "save", 0, 5, 5, 1.15, parts), Kill(0, -1, HOSTILE, "start-up", 1, 5, None, None, None)]
+    summary = {"kills": 2, "restarts": 2, "recovery_s": 1.15, "lost_steps": 0, "bitwise_equal": True}
+    rows = [{"spare": True, **vars(kill)} for kill in kills]
+    return {"kind": "faults", "rows": rows, "summary": {"with spare": {**summary, "leftovers": [HOSTILE]}}}
+
+
 def charts(page: Page) -> list[Chart]:
     return [chart for _, chart in page.charts]
 
@@ -141,7 +150,7 @@ def test_a_precision_in_which_one_device_was_not_run_is_named() -> None:
     )
 
 
-@pytest.mark.parametrize("report", [collectives, peers, loading])
+@pytest.mark.parametrize("report", [collectives, peers, loading, faults])
 def test_other_benchmarks_have_pages(report: Callable[[], dict[str, Any]]) -> None:
     page = bench_page(report())
     assert charts(page)
@@ -149,6 +158,19 @@ def test_other_benchmarks_have_pages(report: Callable[[], dict[str, Any]]) -> No
     for chart in charts(page):
         for name in ("xaxis", "yaxis"):
             assert chart.figure["layout"][name]["title"]["text"] or chart.figure["layout"][name]["type"] == "category"
+
+
+def test_the_time_after_each_kill_is_drawn_by_its_parts() -> None:
+    page = bench_page(faults())
+    (chart,) = charts(page)
+    assert [(trace["name"], trace["y"]) for trace in chart.figure["data"]] == [
+        ("notice", [0.05]),
+        ("stop", [0.1]),
+        ("step", [1.0]),
+    ]
+    table = page.sections[-1].parts[0]
+    assert isinstance(table, Table)
+    assert len(table.rows) == 2, "also the kill after which the ranks were killed again"
 
 
 def test_a_benchmark_without_rows_is_not_taken_for_another() -> None:

@@ -11,15 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.bench.faults.inject import kill
+from meshwright.bench.faults.inject import corrupt, hang, kill, slow
+from meshwright.bench.faults.leftovers import descendants, find_leftovers
 from meshwright.bench.faults.moments import wait_for
 from meshwright.checkpoint.load import find_newest_valid, load
+from meshwright.checkpoint.manifest import checkpoints_in
 from meshwright.job import parse_job
 from meshwright.train.output.folder import RunFolder
 from tests.forking.forked import Process
 from tests.ranks import run_ranks
 from tests.train import commands, one_process
 from tests.train.toy import Net
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 STEPS = 51  # three epochs of 17 batches, the last of them short
 JOB: dict[str, Any] = {
@@ -39,8 +43,8 @@ def job_on(ranks: int) -> dict[str, Any]:
     return {**JOB, "plan": {"axes": {"replicate": ranks}, "gradients": {"bucket_bytes": 8000}}}
 
 
-def start(folder: Path, ranks: int) -> tuple[Process, RunFolder]:
-    return commands.start(folder, job_on(ranks), ranks)
+def start(folder: Path, ranks: int, *options: str) -> tuple[Process, RunFolder]:
+    return commands.start(folder, job_on(ranks), ranks, *options)
 
 
 def finish(process: Process) -> dict[str, Any]:
@@ -140,4 +144,50 @@ def test_after_a_stop_the_same_command_resumes_bitwise(tmp_path: Path, undisturb
     result = finish(again)
     assert result["run"] == str(same.path)
     assert os.listdir(tmp_path / "runs") == ["toy-0001"]
+    assert_same(final_state(folder), expected)
+
+
+def test_a_killed_launcher_leaves_nothing_and_the_same_command_resumes_bitwise(
+    tmp_path: Path, undisturbed: Any
+) -> None:
+    expected = undisturbed(2)
+    process, folder = start(tmp_path, 2)
+    wait_for(folder, rank=1, step=12)
+    started = descendants(process.pid)
+    process.kill()
+    process.wait()
+    assert len(started) >= 3, "the spare process and two ranks"
+    assert find_leftovers(started, Path(os.environ["TMPDIR"])) == []
+    again, same = start(tmp_path, 2)
+    assert finish(again)["run"] == str(same.path)
+    assert os.listdir(tmp_path / "runs") == ["toy-0001"]
+    assert_same(final_state(folder), expected)
+
+
+@pytest.mark.soak
+def test_a_corrupt_checkpoint_is_named_and_an_older_one_is_used(tmp_path: Path, undisturbed: Any) -> None:
+    expected = undisturbed(2)
+    process, folder = start(tmp_path, 2)
+    wait_for(folder, rank=0, step=17)
+    process.send_signal(signal.SIGSTOP)  # the launcher notices the kill when all is prepared
+    killed = kill(rank=1).at(step=17).inject(folder)
+    newest = max(checkpoints_in(folder.checkpoints).items())
+    corrupt(newest[1])
+    process.send_signal(signal.SIGCONT)
+    result, err = commands.finish(process, STEPS)
+    assert result["restarts"] == 1
+    assert f"rank 1 was killed by SIGKILL at step {killed.seen.step}" in err
+    assert f"checkpoint left out: {newest[1]}: " in err
+    assert_same(final_state(folder), expected)
+
+
+@pytest.mark.soak
+def test_a_rank_that_hangs_is_started_again_and_a_slow_one_is_waited_for(tmp_path: Path, undisturbed: Any) -> None:
+    expected = undisturbed(2)
+    process, folder = start(tmp_path, 2, "--set", "train.timeout_s=5")
+    with slow(rank=0, factor=2).at(step=3).inject(folder):
+        hang(rank=1).at(step=9).during("forward").inject(folder)
+        result, err = commands.finish(process, STEPS)
+    assert result["restarts"] == 1
+    assert "no answer within 5 s" in err
     assert_same(final_state(folder), expected)

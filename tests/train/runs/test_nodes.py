@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.bench.faults.moments import wait_for
+from meshwright.bench.faults.moments import Moment, wait_for
 from meshwright.checkpoint.load import find_newest_valid
 from meshwright.launch.loopback import connect_store
 from meshwright.train.output.folder import RunFolder
@@ -17,6 +17,8 @@ from tests.launch.nodes.ports import free_port
 from tests.ranks import run_ranks
 from tests.train import commands
 from tests.train.runs.test_faults import JOB, STEPS, assert_same, final_state, train_on_rank
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 TWO_RANKS: dict[str, Any] = {
     **JOB,
@@ -137,6 +139,28 @@ def test_an_elastic_run_takes_in_a_machine(tmp_path: Path) -> None:
     assert " on 2 CPU ranks" in err
     finish(second)
     assert result["run"] == str(machines.run.path)
+
+
+@pytest.mark.soak
+def test_an_elastic_run_goes_on_with_fewer_machines_and_takes_one_in_that_comes_back(tmp_path: Path) -> None:
+    steps = 150 * 17
+    log = {**JOB["log"], "eval_every_steps": 5000}
+    job = {**JOB, "train": {**JOB["train"], "epochs": 150, "timeout_s": 20}, "log": log}
+    machines = Machines(tmp_path, "1:2", job)
+    first, second = machines.start(0), machines.start(1)
+    wait_for(machines.run, rank=1, step=20)
+    second.kill()
+    second.wait()
+    alone = Moment(rank=0, step=30, attempt=1).wait(machines.run)
+    assert alone is not None
+    again = machines.start(1)
+    assert Moment(rank=1, step=alone.step, attempt=alone.attempt + 1).wait(machines.run) is not None
+    _, err = commands.finish(first, steps)
+    finish(again)
+    starts = [
+        line.split(" on ")[1].split(" (")[0] for line in err.splitlines() if " CPU rank" in line and " on " in line
+    ]
+    assert starts == ["2 CPU ranks", "1 CPU rank", "2 CPU ranks"], err
 
 
 @pytest.mark.soak

@@ -22,6 +22,8 @@ from tests.train import commands
 from tests.train.runs.test_faults import JOB
 from tests.train.toy import Net
 
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
 STEPS = 51
 MODES = ["synchronous", "asynchronous", "bounded"]
 
