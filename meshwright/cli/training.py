@@ -110,6 +110,7 @@ def print_result(result: dict[str, Any], as_json: bool) -> None:
     if result["skipped_steps"]:
         rows["skipped"] = f"{result['skipped_steps']} steps, because of NaN or Inf"
     if result["restarts"]:
-        rows["restarts"] = str(result["restarts"])
+        recovery_s = result.get("recovery_s")
+        rows["restarts"] = str(result["restarts"]) + (f", {recovery_s:.2f} s each (median)" if recovery_s else "")
     rows["run"] = result["run"]
     print_columns(rows)  # not a rich table, which would cut a long path and read [..] in it as markup

@@ -5,7 +5,7 @@
     hang(rank=1).at(step=3).during("backward").inject(run)
     with slow(rank=1, factor=2).inject(run): ...
     corrupt(checkpoint)
-    with fill_disk(folder): ...
+    fill_disk(folder)
 
 `inject` waits for the moment and does it. It acts from outside on the processes of the run, which cannot tell it from a
 real fault.
@@ -16,8 +16,8 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
@@ -134,14 +134,9 @@ def corrupt(checkpoint: Path) -> Path:
     return largest
 
 
-@contextmanager
-def fill_disk(folder: Path, left_bytes: int = 0) -> Iterator[Path]:
-    """Fills the disk of this folder within the context, except for so many bytes, by a file that is yielded. Use it on
-    a small disk of its own."""
+def fill_disk(folder: Path, left_bytes: int = 0) -> Path:
+    """Fills the disk of this folder, except for so many bytes, by a file that is returned. Whoever deletes it frees the
+    disk again. Use it on a small disk of its own."""
     ballast = folder / "ballast"
-    free = shutil.disk_usage(folder).free
-    try:
-        ballast.write_bytes(bytes(max(0, free - left_bytes)))
-        yield ballast
-    finally:
-        ballast.unlink(missing_ok=True)
+    ballast.write_bytes(bytes(max(0, shutil.disk_usage(folder).free - left_bytes)))
+    return ballast

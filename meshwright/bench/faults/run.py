@@ -90,7 +90,9 @@ def disturbed_run(
     shutil.rmtree(folder, ignore_errors=True)
     temporary.mkdir(parents=True)
     words = [*words, "--json", "--resume", "never", "--set", f"output={folder / 'runs'}"]
-    command = start(words, {**all_variables(), "TMPDIR": str(temporary)}, out, err)
+    # Compiled code is not a leftover: it is cached on purpose, and serves the runs that come after.
+    variables = {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "compiled"), **all_variables()}
+    command = start(words, {**variables, "TMPDIR": str(temporary)}, out, err)
     run = RunFolder(folder / "runs" / f"{name}-0001")
     try:
         seen, processes = _kill_ranks(command, run, kills)

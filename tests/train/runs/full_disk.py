@@ -50,9 +50,10 @@ class DisturbedPoints:
 
 
 def fill(disk: Path, left: int = 0) -> None:
-    """Writes a file that leaves so many bytes of the disk free."""
-    free = shutil.disk_usage(disk).free
-    (disk / "ballast").write_bytes(bytes(max(0, free - left)))
+    """Leaves so many bytes of the disk free."""
+    from meshwright.bench.faults.inject import fill_disk
+
+    fill_disk(disk, left)
 
 
 def make_read_only(disk: Path) -> None:
