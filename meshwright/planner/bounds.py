@@ -26,9 +26,8 @@ The guess decides in which order candidates are simulated and when the search en
 floors exclude candidates.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from meshwright.blocks.module_names import is_inside
@@ -37,10 +36,10 @@ from meshwright.planner.branch_placement import branch_ranks, rank_pieces, rank_
 from meshwright.planner.candidates import AxisSizes, Candidate
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.model_summary import ModelSummary, PieceSummary
-from meshwright.planner.pipeline_bounds import StageSeconds, in_flight, span_lower_bound
+from meshwright.planner.pipeline_bounds import PieceSums, PrefixSums, StageSeconds, in_flight, span_lower_bound
 from meshwright.simulator.communication.collectives import collective_s, overlap
 from meshwright.simulator.communication.placement import RankGroup, group_of_axes
-from meshwright.simulator.experts import expert_group, routed_bytes
+from meshwright.simulator.experts import expert_group, gathered_share, routed_bytes
 
 # The share of a backward pass that gradient communication overlaps in a guess. It is less than 1, because the last
 # bucket is ready only at the end of the pass. This chosen value affects which candidates are simulated and in which
@@ -51,10 +50,12 @@ _Stages = list[tuple[int, int]]  # [begin, end): the pieces of each stage
 
 
 class _WeightBytes(NamedTuple):
-    """The bytes of a rank's weights, and of those of them that are trained."""
+    """The bytes of a rank's weights, of those of them that are trained, and of those that belong to experts which the
+    plan divides and shards."""
 
     all: float
     trained: float
+    experts: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -77,29 +78,6 @@ class _PassSeconds:
     backward_s: float
 
 
-class PrefixSums:
-    """Sums over ranges of a sequence, each computed by one subtraction."""
-
-    def __init__(self, values: Sequence[float]) -> None:
-        self._sums = [0.0, *accumulate(values)]
-
-    def of(self, begin: int, end: int) -> float:
-        return self._sums[end] - self._sums[begin]
-
-
-@dataclass(frozen=True)
-class _PieceSums:
-    """The pieces of one rank, with sums over consecutive pieces: `weights` are bytes of weights, `trained` those that
-    are not frozen, `saved` are bytes of activations per sample that are saved for the backward pass, `experts` are
-    bytes of the weights of experts."""
-
-    pieces: tuple[PieceSummary, ...]
-    weights: PrefixSums
-    trained: PrefixSums
-    saved: PrefixSums
-    experts: PrefixSums
-
-
 @dataclass
 class BoundCalculator:
     """Computes the bounds of candidates for one model on one cluster."""
@@ -111,7 +89,7 @@ class BoundCalculator:
     _groups: dict[tuple[AxisSizes, tuple[str, ...]], RankGroup] = field(default_factory=dict)
     _pass_seconds: dict[Candidate, _PassSeconds] = field(default_factory=dict)
     _largest_weights: dict[tuple[Any, ...], _WeightBytes] = field(default_factory=dict)
-    _piece_sums: dict[tuple[int, str], _PieceSums] = field(default_factory=dict)
+    _piece_sums: dict[tuple[int, str], PieceSums] = field(default_factory=dict)
     _routed: dict[int, list[tuple[float, float, int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -168,25 +146,34 @@ class BoundCalculator:
             weights_and_state, in_optimizer = weights.all / sizes.shard, trained
         if sizes.shard == 1:
             return weights_and_state + max(trained, in_optimizer)
-        gathered = weights.all if sizes.sharding != "parameters" else self._gathered_bytes(sizes.tensor, pieces)
-        gradients = weights.trained if sizes.sharding == "optimizer" else trained
-        if sizes.expert > 1:  # a lower bound: experts are gathered over fewer ranks or not at all
-            gathered, gradients = 0.0, trained
+        share = gathered_share(sizes.axes)
+        gathered = weights.all - (1 - share) * weights.experts
+        if sizes.sharding == "parameters":
+            gathered = self._gathered_bytes(sizes.tensor, pieces, share)
+        on_others = (1 - 1 / sizes.expert) * weights.experts  # a lower bound: they count as trained
+        gradients = max(0.0, weights.trained - on_others) if sizes.sharding == "optimizer" else trained
         return weights_and_state + max(gathered + gradients, in_optimizer)
 
-    def _gathered_bytes(self, tensor: int, pieces: tuple[PieceSummary, ...] | None = None) -> float:
+    def _gathered_bytes(
+        self, tensor: int, pieces: tuple[PieceSummary, ...] | None = None, expert_share: float = 1.0
+    ) -> float:
         """A lower bound of the bytes of gathered weights if parameters are sharded: the weights of one block, the flat
-        buffer into which the weights of the next block are gathered, and the copy of that buffer."""
+        buffer into which the weights of the next block are gathered, and the copy of that buffer. Of the weights of
+        experts, `expert_share` is gathered."""
         blocks = set(self.summary.profile.blocks)
         rank_pieces = pieces or self.summary.rank_pieces(tensor, "none")
-        block_bytes = [piece.weight_bytes for piece in rank_pieces if piece.name in blocks and piece.weight_bytes]
+        block_bytes = [
+            piece.weight_bytes - (1 - expert_share) * piece.expert_bytes
+            for piece in rank_pieces
+            if piece.name in blocks and piece.weight_bytes
+        ]
         return min(block_bytes) + 2 * max(block_bytes) if block_bytes else 0.0
 
-    def _sums(self, tensor: int, recompute: str) -> _PieceSums:
+    def _sums(self, tensor: int, recompute: str) -> PieceSums:
         pieces = self.summary.rank_pieces(tensor, recompute)
         sums = self._piece_sums.get((tensor, recompute))
         if sums is None or sums.pieces is not pieces:  # a profile was added since, which changed the pieces
-            sums = _PieceSums(
+            sums = PieceSums(
                 pieces,
                 PrefixSums([piece.weight_bytes for piece in pieces]),
                 PrefixSums([piece.trained_bytes for piece in pieces]),
@@ -203,9 +190,10 @@ class BoundCalculator:
         weights = sum(sums.weights.of(*stage) for stage in stages)
         trained = sum(sums.trained.of(*stage) for stage in stages)
         if sizes.expert > 1:
-            # Sharded weights of experts are those of a rank, too: as many as without an expert axis (experts.py).
-            on_others = (1 - 1 / sizes.expert) * sum(sums.experts.of(*stage) for stage in stages)
-            on_others = on_others if sizes.shard == 1 else 0.0
+            experts = sum(sums.experts.of(*stage) for stage in stages)
+            if sizes.shard > 1:  # a rank has as many shards of experts as without an expert axis (experts.py)
+                return _WeightBytes(weights, trained, experts)
+            on_others = (1 - 1 / sizes.expert) * experts
             return _WeightBytes(weights - on_others, max(0.0, trained - on_others))
         if not sizes.splits_wide_layers or self.summary.wide_layers is None:
             return _WeightBytes(weights, trained)
@@ -359,8 +347,9 @@ class BoundCalculator:
         all_reduce = self._collective_s("all_reduce", weights.trained / sizes.shard, sizes, "replicate")
         if sizes.shard == 1:
             return overlap(_OVERLAPPED * backward, all_reduce, kind).exposed_s
-        gather = self._collective_s("all_gather", weights.all, sizes, "shard")
-        scatter = self._collective_s("reduce_scatter", weights.trained, sizes, "shard")
+        elsewhere = (1 - gathered_share(sizes.axes)) * weights.experts
+        gather = self._collective_s("all_gather", weights.all - elsewhere, sizes, "shard")
+        scatter = self._collective_s("reduce_scatter", max(0.0, weights.trained - elsewhere), sizes, "shard")
         if sizes.sharding == "optimizer":
             exposed = overlap(_OVERLAPPED * backward, all_reduce + scatter, kind).exposed_s
             return exposed + overlap(forward, gather, kind).exposed_s

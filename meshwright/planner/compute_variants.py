@@ -123,7 +123,7 @@ def _optimizers(inputs: PlanningInputs) -> _Choices:
 
 
 def _casts(plan: Plan, inputs: PlanningInputs) -> _Choices:
-    can_cast = plan.axes.shard > 1 and plan.numerics.precision in ("bf16", "fp16")
+    can_cast = plan.axes.shard > 1 and plan.axes.expert == 1 and plan.numerics.precision in ("bf16", "fp16")
     return [{"numerics": {"cast": "weights"}}] if can_cast and inputs.allow == "changes" else []
 
 

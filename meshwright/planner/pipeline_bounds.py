@@ -1,8 +1,37 @@
-"""What a pipeline's schedule adds to the bounds of a candidate: microbatches in flight, and the span of all passes."""
+"""Sums over the pieces of pipeline stages, and what a schedule adds to the bounds of a candidate: microbatches in
+flight, and the span of all passes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 from meshwright.planner.candidates import Candidate
+from meshwright.planner.model_summary import PieceSummary
 
 StageSeconds = list[tuple[float, float]]  # forward and backward pass of each stage, for one microbatch
+
+
+class PrefixSums:
+    """Sums over ranges of a sequence, each computed by one subtraction."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self._sums = [0.0, *accumulate(values)]
+
+    def of(self, begin: int, end: int) -> float:
+        return self._sums[end] - self._sums[begin]
+
+
+@dataclass(frozen=True)
+class PieceSums:
+    """The pieces of one rank, with sums over consecutive pieces: `weights` are bytes of weights, `trained` those that
+    are not frozen, `saved` are bytes of activations per sample that are saved for the backward pass, `experts` are
+    bytes of the weights of experts."""
+
+    pieces: tuple[PieceSummary, ...]
+    weights: PrefixSums
+    trained: PrefixSums
+    saved: PrefixSums
+    experts: PrefixSums
 
 
 def in_flight(candidate: Candidate, rank: int) -> int:

@@ -59,13 +59,15 @@ def operator_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], res
 def operator_shape(kind: OperatorKind, func: Any, args: tuple[Any, ...], result: Any) -> tuple[int, ...]:
     """Returns the sizes that decide an operator's speed.
 
-    - matmul: (batch, m, n, k)
+    - matmul: (batch, m, n, k); of a grouped one, m is the number of rows of all groups
     - attention: (batch, heads, queries, keys, dim, 1 if it is causal else 0)
     - convolution: (n, c_in, h, w, c_out, kernel, stride, groups)
     - anything else: (number of elements of the first result,), or () if the operator returns no tensor
     """
     if kind == "matmul":
-        left, right = [value for value in args if isinstance(value, Tensor)][-2:]
+        tensors = [value for value in args if isinstance(value, Tensor)]
+        # The last tensor of a grouped product has the offsets of its groups.
+        left, right = tensors[:2] if operator_packet(func) is aten._grouped_mm else tensors[-2:]
         *batch, m, k = left.shape
         return (prod(batch), m, right.shape[-1], k)
     if kind == "attention":

@@ -15,6 +15,7 @@ many. With W the bytes of all experts' weights and n ranks of the shard axis:
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 
 from meshwright.blocks.module_names import is_inside
 from meshwright.cluster.cluster import Cluster
@@ -54,12 +55,23 @@ def expert_group(axes: Axes, cluster: Cluster) -> RankGroup:
 
 def expert_names(profile: ModelProfile) -> frozenset[str]:
     """The names of the parameters of all experts."""
-    return frozenset(name for layer in profile.experts for name in layer.parameters)
+    return _parameter_names(profile.experts)
 
 
-def gathered_share(plan: Plan) -> float:
+# Predictions of many plans ask for the same model's experts.
+@lru_cache(maxsize=8)
+def _parameter_names(experts: tuple[RoutedExperts, ...]) -> frozenset[str]:
+    return frozenset(name for layer in experts for name in layer.parameters)
+
+
+@lru_cache(maxsize=8)
+def _layers_by_module(experts: tuple[RoutedExperts, ...]) -> dict[str, RoutedExperts]:
+    return {name: layer for layer in experts for name in layer.modules}
+
+
+def gathered_share(axes: Axes) -> float:
     """The share of an expert's weights, of those that a rank counts, that FSDP2 gathers."""
-    experts, shard = plan.axes.expert, plan.axes.shard
+    experts, shard = axes.expert, axes.shard
     if experts == 1 or shard == 1:
         return 1.0
     return 1 / experts if shard > experts else 0.0
@@ -67,7 +79,7 @@ def gathered_share(plan: Plan) -> float:
 
 def gathered_bytes(parameters: Iterable[Parameter], profile: ModelProfile, plan: Plan) -> float:
     """The bytes of these parameters that are gathered, or whose gradients are scattered, over the shard axis."""
-    share = gathered_share(plan)
+    share = gathered_share(plan.axes)
     names = expert_names(profile) if share < 1 else frozenset()
     return sum(p.bytes * (share if p.names[0] in names else 1.0) for p in parameters)
 
@@ -96,29 +108,42 @@ def _divided(parameter: Parameter, ranks: int) -> Parameter:
 
 def _divided_segment(segment: TraceSegment, profile: ModelProfile, ranks: int) -> TraceSegment:
     changes: list[MemoryChange] = []
-    layers = _layers_in(segment, profile)
-    if not layers:
+    operators = _expert_operators(segment, profile)
+    if not operators:
         return segment
+    modules = _layers_by_module(profile.experts)
     for change in segment.changes:
-        is_expert = change.role == "gradient" and any(_is_of(change.layer, layer) for layer in layers)
+        is_expert = change.role == "gradient" and _layer_of(change.layer, modules) is not None
         changes.append(replace(change, bytes=change.bytes.scaled(1 / ranks)) if is_expert else change)
-    for layer in layers:
-        numbers = [number for number, operator in enumerate(segment.operators) if _is_of(operator.layer, layer)]
+    for layer, numbers in operators.items():
         buffer = _row_bytes(segment, layer, numbers).scaled(2.0)
-        if buffer.at(1) and numbers:
+        if buffer.at(1):
             changes.append(MemoryChange(numbers[0], buffer, "temporary", layer.module))
             changes.append(MemoryChange(numbers[0] + 1, buffer.scaled(-1.0), "temporary", layer.module))
     ordered = sorted(changes, key=lambda change: change.after_operators)
     return replace(segment, changes=tuple(ordered))
 
 
-def _layers_in(segment: TraceSegment, profile: ModelProfile) -> list[RoutedExperts]:
-    used = {operator.layer for operator in segment.operators}
-    return [layer for layer in profile.experts if any(_is_of(name, layer) for name in used)]
+def _expert_operators(segment: TraceSegment, profile: ModelProfile) -> dict[RoutedExperts, list[int]]:
+    """The numbers of the segment's operators that belong to experts, by mixture."""
+    modules, layers = _layers_by_module(profile.experts), dict[str, RoutedExperts | None]()
+    numbers: dict[RoutedExperts, list[int]] = {}
+    for number, operator in enumerate(segment.operators if modules else ()):
+        name = operator.layer
+        if name not in layers:
+            layers[name] = _layer_of(name, modules)
+        if (layer := layers[name]) is not None:
+            numbers.setdefault(layer, []).append(number)
+    return numbers
 
 
-def _is_of(module: str, layer: RoutedExperts) -> bool:
-    return any(is_inside(module, name) for name in layer.modules)
+def _layer_of(module: str, modules: dict[str, RoutedExperts]) -> RoutedExperts | None:
+    """The mixture to whose experts a module belongs; None if it belongs to none."""
+    while module:
+        if module in modules:
+            return modules[module]
+        module = module.rpartition(".")[0]
+    return None
 
 
 def _products(segment: TraceSegment, layer: RoutedExperts, numbers: Iterable[int]) -> list[Operator]:
@@ -147,8 +172,8 @@ def routed_bytes(profile: ModelProfile, batch: float) -> list[tuple[float, float
     appears in the model."""
     result = []
     for segment in profile.segments:
-        for layer in _layers_in(segment, profile) if segment.phase == "forward" else ():
-            numbers = [number for number, operator in enumerate(segment.operators) if _is_of(operator.layer, layer)]
+        operators = _expert_operators(segment, profile) if segment.phase == "forward" else {}
+        for layer, numbers in operators.items():
             products = _products(segment, layer, numbers)
             rows = _row_bytes(segment, layer, numbers).at(batch)
             weights = sum(p.shape[1].at(batch) * ITEM_BYTES.get(p.dtype, 4) for p in products)

@@ -59,7 +59,7 @@ def step_end(
     )
     blocks = sum(len(profile.blocks) for profile in profiles)
     replicated_bytes = combined_bytes
-    if gathered_share(plan) < 1:  # experts are sharded over fewer ranks than other weights
+    if gathered_share(plan.axes) < 1:  # experts are sharded over fewer ranks than other weights
         weights_bytes = sum(gathered_bytes(profile.parameters, profile, plan) for profile in profiles)
         combined_bytes = sum(
             gathered_bytes([p for p in profile.parameters if p.trainable], profile, plan) for profile in profiles

@@ -339,7 +339,7 @@ def _gathered_weights(stage: StageProfile, plan: Plan) -> GatheredWeights:
     names = set(stage.profile.blocks)
     blocks: dict[str, float] = {}
     root_bytes = 0.0
-    share = gathered_share(plan)
+    share = gathered_share(plan.axes)
     experts = expert_names(stage.profile) if share < 1 else frozenset()
     for parameter in stage.profile.parameters:
         size = parameter.bytes * (share if parameter.names[0] in experts else 1.0)
