@@ -209,8 +209,8 @@ class ZooModel:
 
 
 def mixture() -> Decoder:
-    """Our own decoder with experts, which drop tokens that exceed their capacity."""
-    experts = {"number": 4, "top_k": 2, "capacity": 1.2}
+    """Our own decoder with experts."""
+    experts = {"number": 4, "top_k": 2}
     return Decoder(4, 16, 4, LENGTH, WORDS, positions="rotary", activation="swiglu", feedforward=16, experts=experts)
 
 

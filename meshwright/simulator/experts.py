@@ -53,6 +53,22 @@ def expert_group(axes: Axes, cluster: Cluster) -> RankGroup:
     return group_of_axes(regrouped, ("shard",), cluster)
 
 
+def mesh_sizes(axes: Axes) -> dict[str, int]:
+    """The sizes of the mesh's axes whose ranks have different samples. The ranks of the expert axis are taken from the
+    shard axis, or if there is none from the replicate axis."""
+    sizes = {"replicate": axes.replicate, "shard": axes.shard, "expert": axes.expert}
+    sizes["shard" if axes.shard > 1 else "replicate"] //= axes.expert
+    return sizes
+
+
+def joined_axis(axes: Axes, names: Iterable[str]) -> str:
+    """The name of the axis of a collective over several of these axes: that of the only one with several ranks, or
+    `data`."""
+    sizes = mesh_sizes(axes)
+    used = [name for name in names if sizes[name] > 1]
+    return used[0] if len(used) == 1 else "data"
+
+
 def expert_names(profile: ModelProfile) -> frozenset[str]:
     """The names of the parameters of all experts."""
     return _parameter_names(profile.experts)

@@ -58,13 +58,14 @@ def step_end(
         for group in (parameters, trained)
     )
     blocks = sum(len(profile.blocks) for profile in profiles)
-    replicated_bytes = combined_bytes
+    gathered, scattered = float(weights_bytes), float(combined_bytes)
     if gathered_share(plan.axes) < 1:  # experts are sharded over fewer ranks than other weights
-        weights_bytes = sum(gathered_bytes(profile.parameters, profile, plan) for profile in profiles)
-        combined_bytes = sum(
-            gathered_bytes([p for p in profile.parameters if p.trainable], profile, plan) for profile in profiles
+        gathered = sum((gathered_bytes(profile.parameters, profile, plan) for profile in profiles), 0.0)
+        trained_of = [[p for p in profile.parameters if p.trainable] for profile in profiles]
+        scattered = sum(
+            (gathered_bytes(group, profile, plan) for group, profile in zip(trained_of, profiles, strict=True)), 0.0
         )
-    exchange = gradient_exchange(weights_bytes, blocks, plan, inputs.cluster, runtime, combined_bytes, replicated_bytes)
+    exchange = gradient_exchange(gathered, blocks, plan, inputs.cluster, runtime, scattered, combined_bytes)
     scatter_s = exchange.scatter_s if plan.memory.sharding == "optimizer" else 0.0
     # A rank with several stages combines the gradients of a finished stage while a round of microbatches (one per rank)
     # passes its other stages.

@@ -4,6 +4,7 @@ counted to exchange (tests/proof/traffic/counter.py).
     split layers   in every microbatch, along the tensor axis and, for wide layers, the replicate axis     _split_layers
     branches       on different ranks of the tensor axis: their outputs and the gradients of their inputs, in every
                    microbatch (branches.py); for the rank that holds and sends most                          exchanges
+    tokens         to the experts of other ranks and back, in every microbatch                            _tokens
     statistics     of synchronized BatchNorm, in every microbatch; `data` are the replicate and shard axes _statistics
     gradients      once a step; with a tensor or pipeline axis one number per weight, too: whether it is used  _replicas
     shards         in units, one per block and one for the rest; padded where ranks do not divide the rows _shards
@@ -30,6 +31,7 @@ from meshwright.cluster.cluster import Collective
 from meshwright.plan import Plan
 from meshwright.profile.values import ModelProfile, Parameter
 from meshwright.simulator.communication.exchange import batch_norm_messages, exchanged_pieces
+from meshwright.simulator.experts import divided_profile, expert_messages, expert_names, joined_axis, mesh_sizes
 from meshwright.simulator.pipeline.order import Action, pipeline_order, stages_of_rank
 from meshwright.simulator.pipeline.shared_weights import tied_parameters
 from meshwright.simulator.pipeline.stages import StageProfile, stage_profiles
@@ -39,7 +41,7 @@ from meshwright.simulator.tensor.messages import tensor_messages
 from meshwright.simulator.tensor.split_profile import replicate_split_parameters, split_profile
 from meshwright.simulator.tensor.standalone_splits import with_standalone_splits
 
-_DATA = ("replicate", "shard")
+_DATA = ("replicate", "shard", "expert")
 
 
 @dataclass(frozen=True)
@@ -74,13 +76,14 @@ _Counts = Counter[tuple[str, Collective, float]]
 
 def _count_rank(marked: ModelProfile, plan: Plan, batch: float, runtime: Runtime, pipeline_rank: int) -> _Counts:
     stages = stage_profiles(marked, plan.pipeline.cuts)
-    parts = stage_profiles(split_profile(marked, plan), plan.pipeline.cuts)
+    parts = stage_profiles(divided_profile(split_profile(marked, plan), plan), plan.pipeline.cuts)
     local_stages = _stages_of(plan, pipeline_rank)
     rounds = plan.memory.accumulation * plan.pipeline.microbatches
     local_parts = {number: parts[number] for number in local_stages}
     counted: _Counts = Counter()
     for some_exchanges in (
         _split_layers([stages[number] for number in local_stages], plan, batch, runtime, rounds),
+        _tokens([stages[number] for number in local_stages], plan, batch, rounds),
         _statistics([stages[number] for number in local_stages], plan, rounds),
         _replicas(list(local_parts.values()), plan, runtime),
         _shards(local_parts, plan, runtime, pipeline_rank),
@@ -108,11 +111,16 @@ def _split_layers(
                 yield Exchange(axis, message.collective, message.bytes, message.times * rounds)
 
 
+def _tokens(stages: Iterable[StageProfile], plan: Plan, batch: float, rounds: int) -> Iterator[Exchange]:
+    for stage in stages:
+        for message in expert_messages(stage.profile, plan, batch):
+            yield Exchange("expert", message.collective, message.bytes, message.times * rounds)
+
+
 def _statistics(stages: Iterable[StageProfile], plan: Plan, rounds: int) -> Iterator[Exchange]:
-    axes = [axis for axis in _DATA if getattr(plan.axes, axis) > 1]
     for stage in stages:
         for message in batch_norm_messages(stage.profile, plan):
-            axis = axes[0] if len(axes) == 1 else "data"
+            axis = joined_axis(plan.axes, _DATA)
             yield Exchange(axis, message.collective, message.bytes, message.times * rounds)
 
 
@@ -127,12 +135,21 @@ def _averaged_parameters(part: StageProfile, plan: Plan) -> list[Parameter]:
 def _replicas(parts: list[StageProfile], plan: Plan, runtime: Runtime) -> Iterator[Exchange]:
     if plan.axes.replicate == 1 or plan.axes.shard > 1:
         return
-    trained = {p.names[0]: p for part in parts for p in _averaged_parameters(part, plan)}.values()
-    size = sum(p.bytes for p in trained)
-    if plan.world_size > plan.axes.replicate:
-        size += sum(p.bytes // max(1, prod(p.shape)) for p in trained)
-    pieces, gradient, _ = exchanged_pieces(size, 0, plan, runtime)
-    yield Exchange("replicate", "all_reduce", gradient, pieces)
+    trained = {p.names[0]: p for part in parts for p in _averaged_parameters(part, plan)}
+    experts = {name for part in parts for name in expert_names(part.profile)} if plan.axes.expert > 1 else set()
+    of_experts, of_others = (
+        [p for name, p in trained.items() if (name in experts) == is_in] for is_in in (True, False)
+    )
+    has_flags = plan.world_size > plan.axes.replicate or plan.axes.expert > 1
+    groups = [(joined_axis(plan.axes, _DATA), of_others)]
+    if mesh_sizes(plan.axes)["replicate"] > 1:
+        groups.append(("replicate", of_experts))
+    for axis, parameters in groups:
+        size = sum(p.bytes for p in parameters)
+        if has_flags:
+            size += sum(p.bytes // max(1, prod(p.shape)) for p in parameters)
+        pieces, gradient, _ = exchanged_pieces(size, 0, plan, runtime)
+        yield Exchange(axis, "all_reduce", gradient, pieces)
 
 
 def _shards(parts: dict[int, StageProfile], plan: Plan, runtime: Runtime, rank: int) -> Iterator[Exchange]:
@@ -145,13 +162,36 @@ def _shards(parts: dict[int, StageProfile], plan: Plan, runtime: Runtime, rank: 
     for number, part in parts.items():
         block_gathers = _gatherings(number, plan, rank) if level == "parameters" else 1
         rest_gathers = rounds if level == "parameters" and plan.axes.pipeline == 1 else 1
-        for parameters, times in _units(part, plan, block_gathers, rest_gathers):
+        experts = expert_names(part.profile) if plan.axes.expert > 1 else frozenset()
+        for unit, times in _units(part, plan, block_gathers, rest_gathers):
+            parameters = [p for p in unit if p.names[0] not in experts]
             weight = sum(_padded_bytes(p, shard) for p in parameters) * exchange.weight_share
             gradient = sum(_padded_bytes(p, shard) for p in parameters if p.trainable) * exchange.gradient_share
-            yield Exchange("shard", "all_gather", weight, times)
-            yield Exchange("shard", "reduce_scatter", gradient, scattered)
+            axis = joined_axis(plan.axes, ("shard", "expert"))
+            yield Exchange(axis, "all_gather", weight, times)
+            yield Exchange(axis, "reduce_scatter", gradient, scattered)
             if plan.axes.replicate > 1:
                 yield Exchange("replicate", "all_reduce", gradient / shard, 1)
+            divided = [p for p in unit if p.names[0] in experts]
+            yield from _shards_of_experts(
+                divided, plan, exchange.weight_share, exchange.gradient_share, times, scattered
+            )
+
+
+def _shards_of_experts(
+    parameters: list[Parameter], plan: Plan, weight_share: float, gradient_share: float, gathers: int, scattered: int
+) -> Iterator[Exchange]:
+    """The rank's experts, sharded over the rest of the shard axis; whole if there is no rest."""
+    shard = mesh_sizes(plan.axes)["shard"]
+    trained = sum(p.bytes for p in parameters if p.trainable) / plan.axes.expert
+    if shard > 1:
+        yield Exchange(
+            "shard", "all_gather", sum(p.bytes for p in parameters) / plan.axes.expert * weight_share, gathers
+        )
+        yield Exchange("shard", "reduce_scatter", trained * gradient_share, scattered)
+    if plan.axes.replicate > 1:
+        flags = 0 if shard > 1 else sum(p.bytes // max(1, prod(p.shape)) for p in parameters if p.trainable)
+        yield Exchange("replicate", "all_reduce", trained * gradient_share / shard + flags, 1)
 
 
 def _units(
@@ -225,6 +265,6 @@ def _cuts(
 
 
 def _buffers(parts: list[StageProfile], plan: Plan) -> Iterator[Exchange]:
-    for axis in _DATA:
-        if getattr(plan.axes, axis) > 1:
+    for axis, size in mesh_sizes(plan.axes).items():
+        if size > 1:
             yield Exchange(axis, "broadcast", float(sum(part.profile.buffer_bytes for part in parts)), 1)

@@ -33,6 +33,7 @@ from meshwright.train.output.progress import Display, SilentDisplay, describe_me
 from meshwright.train.output.recording import record_steps
 from meshwright.train.output.recovery import recovery_figures
 from meshwright.train.output.throughput import ThroughputMeter, describe_wait
+from meshwright.train.output.times.expert_tokens import expert_result
 from meshwright.train.output.times.stragglers import StragglerWatch
 from meshwright.train.step.divergence import DivergenceMonitor
 from meshwright.train.step.job_length import JobLength
@@ -194,7 +195,7 @@ class Trainer:
             raise TrainingDiverged(f"the run ends after step {self.session.steps}, {self._describe_saved()}")
         self.checkpoints.finish()
         self._report("result")
-        result = self._describe_result()
+        result = {**self._describe_result(), **expert_result(self.session, self.display, self.world.rank)}
         if self.world.rank == 0 and (line := describe_wait(self.meter.loader_share, self.job.data.workers)):
             self.display.line(line)
         if self.world.rank == 0:

@@ -4,11 +4,14 @@ load of expert e        its tokens · experts / all routed tokens: 1 if routing 
 load of rank r          the mean load of its experts: what the slowest rank waits for          rank_loads()
 """
 
+import warnings
 from collections.abc import Mapping
+from statistics import median
 
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.exchange import all_gather_values
 from meshwright.parallel.differentiable_collectives import AxisGroup
 
 SKEWED = 3.0  # times the even share
@@ -58,6 +61,28 @@ class ExpertLoads:
     def ranks(self) -> int:
         """The number of ranks over which the experts are divided."""
         return self._group.size
+
+
+def gather_counts(loads: ExpertLoads | None) -> dict[str, list[int]]:
+    """The tokens of each expert of all layers of the model, by layer; empty if no experts are divided. All ranks call
+    this together."""
+    if loads is None:
+        return {}
+    of_ranks: list[dict[str, list[int]]] = all_gather_values(loads.counts())
+    return {layer: counts for of_rank in of_ranks for layer, counts in of_rank.items()}
+
+
+def report_loads(counts: Mapping[str, list[int]], ranks: int) -> str:
+    """Returns a line for the end of a run: how even the routers of all layers were. Warns of a skewed router."""
+    if warning := skew_warning(counts, ranks):
+        warnings.warn(warning, stacklevel=2)
+    experts = [max(relative_loads(of_layer)) for of_layer in counts.values()]
+    busiest = [max(rank_loads(of_layer, ranks)) for of_layer in counts.values()]
+    return (
+        f"experts of {len(counts)} layers: the most used one gets {max(experts):.2f} times its even share of tokens,"
+        f" the busiest of {ranks} ranks {max(busiest):.2f} times (medians over layers {median(experts):.2f} and"
+        f" {median(busiest):.2f})"
+    )
 
 
 def relative_loads(counts: list[int]) -> list[float]:

@@ -12,6 +12,7 @@ sorted by expert; in fp64, for which torch has no such kernel, it is a loop.
 """
 
 from math import ceil
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -79,7 +80,7 @@ class Experts(nn.Module):
         ends = counts.cumsum(0).int()  # where the rows of each expert end
         rows = tokens.index_select(0, order // choices.shape[-1])
         up = grouped_product(rows, self.up, ends)
-        gate = None if self.gate is None else grouped_product(rows, self.gate, ends)
+        gate = grouped_product(rows, self.gate, ends) if isinstance(self.gate, Tensor) else None
         inner = F.gelu(up, approximate="tanh") if gate is None else F.silu(gate) * up
         out = grouped_product(inner, self.down, ends) * weights.reshape(-1, 1).index_select(0, order).to(rows.dtype)
         is_dropped = flat.index_select(0, order) == self.num_experts
@@ -124,11 +125,11 @@ def _(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
     return rows.new_empty(ends.shape[0], gradient.shape[1], rows.shape[1])
 
 
-def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _gradients(ctx: torch.autograd.function.BackwardCFunction, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
     rows, weight, ends = ctx.saved_tensors
     of_rows = torch.ops.meshwright.looped_product(gradient, weight.transpose(1, 2).contiguous(), ends)
     return of_rows, torch.ops.meshwright.looped_weight_gradient(gradient.contiguous(), rows, ends), None
