@@ -220,10 +220,13 @@ class Trainer:
             "measured_step_s": self.meter.step_s,
             **self.checkpoints.median_times(),
             **recovery_figures(self.folder),
-            "peak_memory_bytes": largest_peak_memory_bytes(self.world),
+            "peak_memory_bytes": self._peak_memory_bytes(),
             **({} if stopped is None else {"stopped": stopped}),
             **self.stragglers.result(),
         }
+
+    def _peak_memory_bytes(self) -> int:
+        return largest_peak_memory_bytes(self.world)
 
     # ---- logs
 
