@@ -147,6 +147,8 @@ class Plan(PlanGroup):
             return "models whose experts are divided over ranks are not compiled"
         if any(split.axis == "replicate" and split.kind != "none" for split in self.modules.splits.values()):
             return "layers that are split over the replicate axis are not compiled"
+        if self.axes.context > 1:
+            return "models whose sequences are divided over the context axis are not compiled"
         if self.axes.tensor > 1 and self.modules.branches:
             return "models whose branches are placed on ranks are not compiled"
         if self.axes.tensor > 1 and self.memory.recompute == "selective":
@@ -179,6 +181,7 @@ class Plan(PlanGroup):
             (any(split.axis == "replicate" for split in self.modules.splits.values()), "wide layers split"),
             (self.modules.sequence, "sequence"),
             (bool(self.modules.branches), "branches apart"),
+            (self.axes.context > 1 and self.modules.attention_exchange == "ring", "ring attention"),
             (self.axes.pipeline > 1, f"{self.pipeline.schedule}/{self.pipeline.microbatches}"),
             (self.axes.shard > 1 and memory.sharding != "parameters", f"shard {memory.sharding}"),
             (memory.recompute != "none", f"recompute {memory.recompute}"),

@@ -66,7 +66,7 @@ FOLDERS = {
     "compat": ("accelerate", "deepspeed", "horovod", "lightning", "ray", "transformers"),
     "export": ("configurations", "launch_files"),
     "launch": ("token", "network", "launchers", "stall", "local", "nodes"),
-    "parallel": ("weights", "tensor", "pipeline", "branches", "replicate", "expert", "chunked_loss"),
+    "parallel": ("weights", "tensor", "context", "pipeline", "branches", "replicate", "expert", "chunked_loss"),
     "planner": ("explanation",),
     "profile": ("structure", "tracing"),
     "proof": ("reference", "record", "compare", "causes"),

@@ -33,12 +33,13 @@ from meshwright.parallel.branches.check import check_branches, has_assigned_bran
 from meshwright.parallel.check import check_cast, check_runnable, check_structure, needs_structure, structure_for
 from meshwright.parallel.chunked_loss.head import head_to_join, join_head_with_loss
 from meshwright.parallel.compiled import Compilation, compile_model
+from meshwright.parallel.context.divide_model import SequenceDivision, context_group, divide_inputs
 from meshwright.parallel.expert.average import averager_of_experts_and_others
 from meshwright.parallel.expert.check import check_experts
 from meshwright.parallel.expert.divide import divide_experts
 from meshwright.parallel.expert.loads import ExpertLoads
 from meshwright.parallel.float8 import convert_linears_to_float8
-from meshwright.parallel.mesh import build_mesh, data_group, position_in_mesh
+from meshwright.parallel.mesh import build_mesh, copies_group, data_group, position_in_mesh
 from meshwright.parallel.model import MakeAverager, ParallelModel
 from meshwright.parallel.pipeline.pipeline import PipelineExecutor
 from meshwright.parallel.pipeline.stages import LocalStages, cut_stages, recompute_stages
@@ -52,6 +53,7 @@ from meshwright.parallel.tensor.split_modules import split_modules
 from meshwright.parallel.weights.layout import ParameterLayout
 from meshwright.plan import Plan
 from meshwright.profile.structure.model_structure import ModelStructure
+from meshwright.profile.structure.sequence import SequenceInput, find_sequence_inputs
 from meshwright.profile.structure.structure import Structure
 
 T = TypeVar("T")
@@ -97,16 +99,24 @@ def apply(
     mesh = build_mesh(plan, device.type, world_size)
     position = position_in_mesh(mesh, plan)
     structure = _checked_structure(plan, module, sample, target)
+    sequences = _sequence_inputs(plan, module, sample, target)
     head = _head_to_join(plan, module, sample, target)
     shards_blocks = plan.axes.shard > 1 and not may_run_different_blocks(module, structure, sample, target)
     state_names = tuple(module.state_dict())
     # Divide the model before anything wraps it: later steps see the shard of a weight as an ordinary parameter.
     stages = _cut_stages(plan, module, structure, position.pipeline, sample, target)
     local = _divide(plan, module, stages, structure, mesh, device, move=fill is None)
+    # After layers are split: a rank's positions are divided first, and the split layers see the local ones.
+    division = None
+    if sequences and mesh:
+        group = context_group(mesh, plan)
+        division = SequenceDivision(module, sequences, group, plan.modules.attention_exchange)
+        for model in local.models:
+            divide_inputs(model, division)
     if head:
         join_head_with_loss(head, plan.compute.loss_chunks, compiled=plan.compute.compile != "none")
     # Replace forward passes before DDP and FSDP2 register their hooks, which then run around the replaced passes.
-    warns = position.data_rank == 0 and position.tensor == 0
+    warns = position.data_rank == 0 and position.context == 0 and position.tensor == 0
     compilation = _replace_forward_passes(plan, module, local, mesh, device, warns)
     sums = _small_sums(plan, device, local.module) if world_size > 1 else None
     # Shard or replicate after everything that replaces parameters, because DDP and FSDP2 keep the parameters that they
@@ -119,7 +129,7 @@ def apply(
     local_steps = None
     if plan.gradients.local_steps > 1 and isinstance(runner, DistributedDataParallel):
         local_steps = LocalSteps(runner, _required(mesh).get_group("replicate"), plan)
-    pipeline = PipelineExecutor(stages, plan, _required(mesh), device) if stages else None
+    pipeline = PipelineExecutor(stages, plan, _required(mesh), device, division) if stages else None
     return ParallelModel(
         plan,
         local.module,
@@ -232,7 +242,7 @@ def _shard_or_replicate(
             fill(local.module, local.layouts)
     elif plan.axes.expert > 1:
         return local.module, averager_of_experts_and_others(plan, local.module, _required(mesh), local.layouts, device)
-    elif plan.axes.replicate > 1:
+    elif plan.axes.replicate > 1 or plan.axes.context > 1:
         return _replicate(plan, local.module, _required(mesh), local.layouts, _required(sums), device)
     return local.module, None
 
@@ -280,7 +290,7 @@ def _replicate(
     # PowerSGD and local steps are communication hooks of torch, which always use the backend.
     uses_torch_hook = plan.gradients.powersgd_rank > 0 or plan.gradients.local_steps > 1
     algorithm = "native" if uses_torch_hook else plan.gradients.algorithm
-    reducer, reason = make_reducer(algorithm, mesh.get_group("replicate"), device, gradient_bytes)
+    reducer, reason = make_reducer(algorithm, copies_group(mesh), device, gradient_bytes)
     if reason and mesh.get_rank() == 0:
         warnings.warn(f"{reason}: they go through the backend", stacklevel=2)
     make_averager = partial(
@@ -312,6 +322,13 @@ def _checked_structure(plan: Plan, module: nn.Module, sample: Any, target: str |
     check_branches(plan, module, lambda: model_structure.dataflow(structure.found_in_evaluation))
     check_structure(plan, module, structure)
     return without_branch_splits(structure, plan)
+
+
+def _sequence_inputs(plan: Plan, module: nn.Module, sample: Any, target: str | None) -> tuple[SequenceInput, ...]:
+    """Returns the model's inputs that the plan divides by position; none without a context axis."""
+    if plan.axes.context == 1:
+        return ()
+    return find_sequence_inputs(_traced_structure(plan, module, sample, target).forward_pass())
 
 
 def _head_to_join(plan: Plan, module: nn.Module, sample: Any, target: str | None) -> nn.Linear | None:

@@ -19,6 +19,7 @@ from meshwright.parallel.torch_private import AnyBatchNorm
 from meshwright.plan import Plan
 from meshwright.profile.structure.dataflow import ControlFlowError
 from meshwright.profile.structure.model_structure import ModelStructure
+from meshwright.profile.structure.sequence import find_sequence_inputs
 from meshwright.profile.structure.splits import SplitGroup
 from meshwright.profile.structure.structure import Structure, untraced_structure
 
@@ -54,6 +55,8 @@ def checker_of_structure(structure: ModelStructure) -> Callable[[Plan], None]:
         check_derivatives(plan, structure)
         if plan.compute.loss_chunks > 1:
             head_to_join(plan, model, flow)
+        if plan.axes.context > 1:
+            find_sequence_inputs(flow())
         if needs_structure(plan):
             check_branches(plan, model, flow)
             check_structure(plan, model, structure_for(plan, structure))
@@ -124,11 +127,23 @@ def check_runnable(plan: Plan) -> None:
 
 
 def _check_axes(plan: Plan) -> None:
-    if (size := plan.axes.context) > 1:
-        raise InputError(
-            f"plan.axes.context is {size}, which cannot be executed yet: set axes.context to 1, use other axes"
-        )
+    axes = plan.axes
     check_expert_axis(plan)
+    if axes.context > 1 and axes.expert > 1:
+        raise InputError(
+            f"plan.axes.context is {axes.context} and plan.axes.expert is {axes.expert}, which cannot be executed"
+            " together yet: set one of them to 1"
+        )
+    if axes.context > 1 and has_assigned_branches(plan):
+        raise InputError(
+            f"plan.axes.context is {axes.context}, and plan.modules.branches places parts of the model on ranks, which"
+            " cannot be executed together: set axes.context to 1, or remove the branches"
+        )
+    if axes.context > 1 and plan.numerics.precision == "fp8":
+        raise InputError(
+            f"plan.axes.context is {axes.context} and plan.numerics.precision is fp8, which cannot be executed"
+            " together: set axes.context to 1, or choose bf16"
+        )
 
 
 def _check_convolutions(plan: Plan) -> None:

@@ -70,8 +70,8 @@ def _is_counted_here(
     layout = layouts.get(name)
     sharding_axes = {layout.axis} if layout else set()
     if isinstance(gradient, DTensor):
-        # FSDP2 shards experts over the shard axis, and other weights over both.
-        sharding_axes |= {"shard", "expert"}
+        # FSDP2 shards experts over the shard axis, and other weights over all of these.
+        sharding_axes |= {"shard", "expert", "context"}
     for axis in mesh.mesh_dim_names or ():
         coordinate = mesh.get_local_rank(axis)
         if axis == "pipeline":

@@ -82,6 +82,12 @@ def last_stage(plan: Plan) -> int:
     return 0 if plan.pipeline.schedule == "zbv" and plan.stages_per_rank == 2 else plan.axes.pipeline - 1
 
 
+def copies_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group of the ranks that hold the same parameters as this rank and have different samples or tokens, for a
+    plan without the axes shard and expert."""
+    return joined_axes(mesh, ("replicate", "context"), "copies").get_group()
+
+
 def data_group(mesh: DeviceMesh | None, plan: Plan) -> dist.ProcessGroup | None:
     """The group of the ranks that hold the same part of the model as this rank and have different samples; None if
     there is no other such rank."""

@@ -19,6 +19,7 @@ from meshwright.parallel.attention_fastpath import without_attention_fastpath
 from meshwright.parallel.backward_wait import run_backward
 from meshwright.parallel.clip import clip_
 from meshwright.parallel.compiled import Compilation
+from meshwright.parallel.context.sequence_view import gather_sequence_views
 from meshwright.parallel.expert.loads import ExpertLoads
 from meshwright.parallel.mesh import MeshPosition
 from meshwright.parallel.pipeline.pipeline import PipelineExecutor
@@ -190,7 +191,7 @@ class ParallelModel:
             output = self._forward(self.module, ModelBatch(arguments, keywords, None))
         if not torch.is_grad_enabled():
             self.reshard()
-            return gather_shard_views(output)
+            return gather_shard_views(gather_sequence_views(output))
         return output
 
     def backward(self, loss: Tensor, *, synchronize: bool, retain_graph: bool = False) -> None:
@@ -232,10 +233,10 @@ class ParallelModel:
         stage."""
         with without_attention_fastpath(), fp32_product_precision(self.plan, self.device.type):
             if self.pipeline is not None:
-                return gather_shard_views(self.pipeline.evaluate(example))
+                return gather_shard_views(gather_sequence_views(self.pipeline.evaluate(example)))
             # Not `runner`, because DDP may communicate in a forward pass, and data ranks may have different numbers of
             # batches.
-            return gather_shard_views(self._forward(self.module, example))
+            return gather_shard_views(gather_sequence_views(self._forward(self.module, example)))
 
     def train(self, mode: bool = True) -> None:
         self.runner.train(mode)

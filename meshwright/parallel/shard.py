@@ -77,7 +77,7 @@ def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = 
     already_sharded = next((name for name, p in module.named_parameters() if isinstance(p, DTensor)), None)
     if already_sharded is not None:
         raise shared_between_stages_error(already_sharded.removeprefix("model."), plan)
-    data_mesh = _sharding_mesh(mesh, ("shard", "expert"))
+    data_mesh = _sharding_mesh(mesh, ("shard", "expert", "context"))
     whole_experts = _shard_experts(module, mesh, plan)
     for parameter in module.parameters():
         if not parameter.is_contiguous():  # FSDP2 shards rows
@@ -120,7 +120,7 @@ def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = 
 
 def _sharding_mesh(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
     """The mesh over which FSDP2 shards, with these axes joined, and with the replicate axis if there is one."""
-    sharding = joined_axes(mesh, axes, "shard_and_expert")
+    sharding = joined_axes(mesh, axes, "sharding")
     if not has_axis(mesh, "replicate"):
         return sharding
     assert sharding.mesh_dim_names is not None

@@ -50,6 +50,7 @@ make_wrapper_subclass = Tensor._make_wrapper_subclass
 linear_function = torch._C._nn.linear
 attention_function = torch._C._nn.scaled_dot_product_attention
 cross_entropy_function = torch._C._nn.cross_entropy_loss
+nll_loss_function = torch._C._nn.nll_loss_nd
 
 # Whether the backward pass that is running keeps the graph for another one (chunked_loss/cross_entropy.py).
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
@@ -69,6 +70,47 @@ _ON_PURPOSE = "meshwright runs it uncompiled on purpose"
 
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
+
+
+# ---- attention with its log-sum (context/tiles.py)
+
+_ATEN = torch.ops.aten
+
+
+def cpu_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Returns the output of attention, and the logarithm of the sum of the exponentials of each query's scores."""
+    output, log_sum = _ATEN._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
+    return output, log_sum
+
+
+def cpu_attention_gradients(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sum: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of query, key and value."""
+    of_query, of_key, of_value = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, query, key, value, output, log_sum, 0.0, causal, scale=scale
+    )
+    return of_query, of_key, of_value
+
+
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """`cpu_attention` for CUDA tensors of half precision."""
+    output, log_sum, *_ = _ATEN._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
+    return output, log_sum
+
+
+def flash_attention_gradients(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sum: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`cpu_attention_gradients` for CUDA tensors of half precision. The state of the generator is only used with
+    dropout."""
+    state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    of_query, of_key, of_value = _ATEN._scaled_dot_product_flash_attention_backward(
+        *(grad, query, key, value, output, log_sum),
+        *(None, None, query.shape[-2], key.shape[-2], 0.0, causal, state, state),
+        scale=scale,
+    )
+    return of_query, of_key, of_value
 
 
 # ---- mesh (mesh.py)

@@ -81,13 +81,16 @@ class Modules(PlanGroup):
     named are split along the tensor axis as the model's structure suggests. `sequence`: activations between split
     layers are divided along the sequence dimension. `loss`: logits stay divided by vocabulary up to and including the
     loss. `branches` maps the module names of towers or heads to the tensor-axis rank that computes them; the other
-    ranks receive the output.
+    ranks receive the output. `attention_exchange`: how ranks of the context axis get each other's keys and values:
+    `all_gather` gathers all of them before the rank's queries attend to them; `ring` passes them on from rank to rank
+    while queries attend to those that have arrived.
     """
 
     splits: dict[str, Split] = choice({}, "same")
     sequence: bool = choice(False, "same")
     loss: bool = choice(False, "same")
     branches: dict[str, RankNumber] = choice({}, "same")
+    attention_exchange: Literal["all_gather", "ring"] = choice("all_gather", "same")
 
     def split_of(self, module: str) -> Split | None:
         """The split that `splits` gives the module, by the first pattern that matches; None when no pattern does."""

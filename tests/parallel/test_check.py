@@ -107,12 +107,6 @@ def test_nnpack_is_refused_with_what_would_not_use_it(other: dict[str, str], mes
         check_runnable(Plan.model_validate({"compute": {"convolutions": "nnpack", **other}}))
 
 
-@pytest.mark.parametrize("axes", [{"context": 2}])
-def test_axes_that_cannot_be_executed_yet_are_refused(axes: dict[str, int]) -> None:
-    with pytest.raises(InputError, match=r"is 2, which cannot be executed yet: set axes\..* to 1"):
-        check_runnable(Plan.model_validate({"axes": axes}))
-
-
 class Mixture(nn.Module):
     """Experts as a list of modules."""
 
@@ -155,3 +149,17 @@ def test_an_expert_axis_needs_experts() -> None:
     with pytest.raises(InputError, match=r"axes\.expert is 2, but the model has no experts"):
         check_plan(plan, nn.Linear(8, 8), torch.zeros(2, 8))
     check_plan(plan, Mixture(), torch.zeros(2, 8))
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"axes": {"replicate": 2, "context": 2, "expert": 2}}, "context is 2 and plan.axes.expert is 2"),
+        ({"axes": {"context": 2, "tensor": 2}, "modules": {"branches": {"a": 1}}}, "plan.modules.branches places"),
+        ({"axes": {"context": 2}, "numerics": {"precision": "fp8"}}, "plan.numerics.precision is fp8"),
+        ({"axes": {"context": 2}, "compute": {"loss_chunks": 2}}, "sequences that are divided"),
+    ],
+)
+def test_what_cannot_be_executed_is_refused(plan: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        check_runnable(Plan.model_validate(plan))

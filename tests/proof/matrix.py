@@ -13,7 +13,7 @@ from meshwright.plan import Plan
 from meshwright.profile.structure.structure import find_structure
 from tests.zoo import ZOO, RandomSamples
 
-AXES = {"R": "replicate", "S": "shard", "T": "tensor", "P": "pipeline", "E": "expert"}
+AXES = {"R": "replicate", "S": "shard", "C": "context", "T": "tensor", "P": "pipeline", "E": "expert"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "twice": {"memory": {"accumulation": 2}},
     "optimizer": {"memory": {"sharding": "optimizer", "accumulation": 2}},
@@ -22,6 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "selective": {"memory": {"recompute": "selective"}},
     "sequence": {"modules": {"sequence": True}},
     "loss": {"modules": {"loss": True}},
+    "ring": {"modules": {"attention_exchange": "ring"}},
     "synchronized": {"numerics": {"batch_norm": "synchronized"}},
     "wide": {
         "modules": {
@@ -94,6 +95,10 @@ COVERING: tuple[tuple[str, str], ...] = (
     ("gpt", "T2 sequence loss twice"),
     ("mnist", "T2P2 twice"),
     ("bert", "T2 loss"),
+    ("gpt", "C2 ring twice"),
+    ("bert", "C2"),
+    ("gpt", "S2C2 ring full"),
+    ("bert", "C2T2 loss"),
     ("two_tower", "R2S2 twice"),
     ("multitask", "R2T2 twice"),
     ("multitask", "S2T2 twice"),
@@ -124,6 +129,11 @@ def all_cases() -> tuple[tuple[str, str], ...]:
         ]
         cases += [(kind, case) for case in ("S2 optimizer", "S2 gradients", "S2 full", "S2P2 full", "R2P2 zero_bubble")]
         cases += [(kind, case) for case in ("S2P2 interleaved_1f1b", "T2P2 zbv", "R2S2 gradients")]
+        cases += [(kind, f"C2{axes}") for axes in ("", " ring", " ring full", " selective", " ring twice")]
+        cases += [(kind, case) for case in ("C3 ring", "R2C2 ring twice", "S2C2 gradients", "S2C2 ring full")]
+        cases += [(kind, case) for case in ("C2T2 loss", "C2T2 ring sequence", "C2P2 ring", "S2C2 optimizer")]
+        cases += [(kind, case) for case in ("R2S2C2 ring", "S2C2T2 ring", "R2C2P2", "C2T2P2 ring sequence")]
+    cases += [("gpt", "C2P2 zbv")]
     cases += [("gpt", "S2P2 zbv")]  # refused for bert, whose tied parameter would be on two stages of one rank
     cases += [("bert", case) for case in ("R2P2 zbv", "T2P2 interleaved_1f1b", "S2P2 zero_bubble")]
     cases += [("resnet", case) for case in ("R2 synchronized twice", "S2 synchronized", "R2P2 synchronized", "R2 full")]

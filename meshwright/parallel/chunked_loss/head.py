@@ -27,6 +27,7 @@ def check_loss_chunks(plan: Plan) -> None:
     reasons = {
         "layers that are split or placed on ranks": axes.tensor > 1 or bool(plan.modules.splits),
         "a pipeline": axes.pipeline > 1,
+        "sequences that are divided over the context axis": axes.context > 1,
         "numerics.precision fp8": plan.numerics.precision == "fp8",
     }
     reason = next((words for words, holds in reasons.items() if holds), None)

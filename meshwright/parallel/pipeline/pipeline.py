@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.batch import ModelBatch, at_least_fp32
+from meshwright.parallel.context.divide_model import SequenceDivision
 from meshwright.parallel.pipeline.runner import Buffers, ExecutedAction, ScheduleRunner
 from meshwright.parallel.pipeline.shape_inference import ShapeInference
 from meshwright.parallel.pipeline.stage import Stage
@@ -25,7 +26,15 @@ class PipelineExecutor:
     """Runs this rank's stages. All ranks build it at the same time, when parameters and hooks of the stages are in
     place. `executed` lists, in order, the actions of the last `run`."""
 
-    def __init__(self, local_stages: LocalStages, plan: Plan, mesh: DeviceMesh, device: torch.device) -> None:
+    def __init__(
+        self,
+        local_stages: LocalStages,
+        plan: Plan,
+        mesh: DeviceMesh,
+        device: torch.device,
+        division: SequenceDivision | None = None,
+    ) -> None:
+        """`division`: how ranks of the context axis divide sequences; None without that axis."""
         self.local_stages = local_stages
         self.executed: list[ExecutedAction] = []
         self._plan = plan
@@ -33,7 +42,7 @@ class PipelineExecutor:
         self._group = mesh.get_group("pipeline")
         self._rank_of_stage = pipeline_ranks_of_stages(plan)
         self._tied_gradients = TiedGradients(local_stages, mesh)
-        self._shape_inference = ShapeInference(local_stages.meta_model, local_stages.dataflow, device)
+        self._shape_inference = ShapeInference(local_stages.meta_model, local_stages.dataflow, device, division)
         self._runner: ScheduleRunner | None = None
         install_transfers(local_stages, self._shape_inference)
         for stage in local_stages.stages:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
+from meshwright.parallel.context.sequence_view import is_sequence_view
 from meshwright.parallel.pipeline.stage_dataflow import CallKey, TensorPosition
 from meshwright.parallel.tensor.shard_view import gather_shard_views
 from meshwright.parallel.torch_private import FakeTensor, tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -84,7 +85,7 @@ def replace_tensors(tree: Any, new_tensors: Mapping[int, Tensor]) -> Any:
     """Returns `tree` with new tensors, by index among all tensors in it."""
     if not new_tensors:
         return tree
-    leaves, structure = tree_flatten(tree)
+    leaves, structure = tree_flatten(tree, is_leaf=is_sequence_view)
     leaf_of_tensor = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     for tensor_index, tensor in new_tensors.items():
         leaves[leaf_of_tensor[tensor_index]] = tensor
@@ -92,7 +93,7 @@ def replace_tensors(tree: Any, new_tensors: Mapping[int, Tensor]) -> Any:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in tree_leaves(tree, is_leaf=is_sequence_view) if isinstance(leaf, Tensor)]
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,14 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.batch import ModelBatch
+from meshwright.parallel.context.divide_model import SequenceDivision
 from meshwright.parallel.pipeline.remote_modules import tensors_in
 from meshwright.parallel.pipeline.stage_dataflow import CallKey, StageDataflow, TensorPosition
 from meshwright.parallel.pipeline.transport import ActivationSpec, activation_spec
@@ -25,16 +26,25 @@ _MAX_CACHED = 64  # input signatures: batches of many sequence lengths would fil
 @dataclass(frozen=True)
 class InferredShapes:
     """`fake_outputs` has what each call of a piece returns, on fake tensors. `activations` has, by value id, the shape
-    and dtype of each tensor that crosses a cut."""
+    and dtype of each tensor that crosses a cut, as it is sent: of a tensor in `divided_shapes`, which has the full
+    shapes, ranks of the context axis send their parts."""
 
     fake_outputs: dict[CallKey, Any]
     activations: dict[int, ActivationSpec]
+    divided_shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 class ShapeInference:
     """Holds a copy of the model with fake tensors, and the shapes inferred for each kind of input so far."""
 
-    def __init__(self, meta_model: nn.Module, dataflow: StageDataflow, device: torch.device) -> None:
+    def __init__(
+        self,
+        meta_model: nn.Module,
+        dataflow: StageDataflow,
+        device: torch.device,
+        division: SequenceDivision | None = None,
+    ) -> None:
+        self.division = division  # how ranks of the context axis divide sequences; None without that axis
         # A stage's real tensors meet the fake outputs of remote modules: the result is a fake tensor.
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.fake_model = copy_with_tensors(meta_model, lambda tensor: self._fake(tensor, device))
@@ -51,7 +61,8 @@ class ShapeInference:
         if key not in self._cache:
             if len(self._cache) >= _MAX_CACHED:
                 self._cache.pop(next(iter(self._cache)))
-            self._cache[key] = self._run_on_fake_tensors(example, training, precision)
+            shapes = self._run_on_fake_tensors(example, training, precision)
+            self._cache[key] = self._divide_sequences(shapes, example)
         return self._cache[key]
 
     def _run_on_fake_tensors(
@@ -74,6 +85,18 @@ class ShapeInference:
             for handle in handles:
                 handle.remove()
         return recorder.shapes
+
+    def _divide_sequences(self, shapes: InferredShapes, example: ModelBatch) -> InferredShapes:
+        division = self.division
+        if division is None:
+            return shapes
+        length = division.length(example.arguments, example.keywords)
+        divided = {key: spec.shape for key, spec in shapes.activations.items() if division.divides(spec.shape, length)}
+        local = {
+            key: replace(spec, shape=division.local_shape(spec.shape)) if key in divided else spec
+            for key, spec in shapes.activations.items()
+        }
+        return InferredShapes(shapes.fake_outputs, local, divided)
 
     def _fake(self, tensor: Tensor, device: torch.device) -> Tensor:
         with self.fake_mode:

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from meshwright.batch import ModelBatch
 from meshwright.errors import MeshwrightError
+from meshwright.parallel.context.sequence_view import gather_sequence_views
 from meshwright.parallel.pipeline.remote_modules import ActiveForward, StageForward, StageTransfers, positions_by_call
-from meshwright.parallel.pipeline.shape_inference import ShapeInference
+from meshwright.parallel.pipeline.shape_inference import InferredShapes, ShapeInference
 from meshwright.parallel.pipeline.stage_dataflow import BoundaryTensor, CallKey, StageDataflow, TensorPosition
 from meshwright.parallel.pipeline.transport import ActivationSpec, BufferSpec, pack_for_send, unpack_received
 
@@ -47,13 +48,14 @@ class Stage(nn.Module):
         received: tuple[Tensor, ...] = ()
         if self.received:
             received = unpack_received([shapes.activations[tensor.value_id] for tensor in self.received], buffers)
+            received = self._as_sequences(received, shapes)
         with self.precision():
             result = self.compute(received, example.arguments, example.keywords, shapes.fake_outputs)
         if self.is_last:
             return self.finish(self.microbatch, result)
         values: dict[int, Tensor] = result
         specs = [shapes.activations[tensor.value_id] for tensor in self.sent]
-        sent = [self._checked(tensor, spec, values) for tensor, spec in zip(self.sent, specs, strict=True)]
+        sent = [self._checked(tensor, spec, values, shapes) for tensor, spec in zip(self.sent, specs, strict=True)]
         exact_buffers = [BufferSpec(spec.memory_shape, spec.transfer_dtype) for spec in specs]
         return pack_for_send(specs, self.send_buffers or exact_buffers, sent)
 
@@ -71,13 +73,30 @@ class Stage(nn.Module):
             output = self.model(*arguments, **keywords)
         return output if self.is_last else values
 
-    def _checked(self, tensor: BoundaryTensor, spec: ActivationSpec, values: dict[int, Tensor]) -> Tensor:
-        """The tensor's value, or an error where the forward pass did not compute it or gave it another shape."""
+    def _as_sequences(self, received: tuple[Tensor, ...], shapes: InferredShapes) -> tuple[Tensor, ...]:
+        """The received tensors, of which ranks of the context axis have their parts."""
+        division = self.shape_inference.division if self.shape_inference else None
+        if division is None:
+            return received
+        full_shapes = (shapes.divided_shapes.get(tensor.value_id) for tensor in self.received)
+        return tuple(
+            value if shape is None else division.view_of(value, shape)
+            for value, shape in zip(received, full_shapes, strict=True)
+        )
+
+    def _checked(
+        self, tensor: BoundaryTensor, spec: ActivationSpec, values: dict[int, Tensor], shapes: InferredShapes
+    ) -> Tensor:
+        """The tensor's value, or an error where the forward pass did not compute it or gave it another shape. Of a
+        sequence that ranks of the context axis divide, this rank's part."""
         position = tensor.produced_at or tensor.consumed_at[0]
         name = position.call[0]
         if tensor.value_id not in values:
             raise MeshwrightError(f"pipeline stage {self.index} did not run {name}, whose result the next stage needs")
         value = values[tensor.value_id]
+        if self.shape_inference and (division := self.shape_inference.division):
+            is_divided = value.dim() > 1 and tuple(value.shape) == shapes.divided_shapes.get(tensor.value_id)
+            value = division.local_part(value) if is_divided else gather_sequence_views(value)
         if tuple(value.shape) != spec.shape:
             raise MeshwrightError(
                 f"the tensor of {name} that pipeline stage {self.index} sends has shape {tuple(value.shape)} instead of"

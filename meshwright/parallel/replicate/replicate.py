@@ -17,7 +17,7 @@ from meshwright.collectives.reducer import Reducer
 from meshwright.collectives.small_sums import SharedMemorySums, SmallSums
 from meshwright.collectives.wait_clock import WAIT_CLOCK
 from meshwright.errors import InputError
-from meshwright.parallel.mesh import DATA_AXES
+from meshwright.parallel.mesh import DATA_AXES, has_axis
 from meshwright.parallel.precision import gradient_reduce_dtype
 from meshwright.parallel.replicate.bucket_names import describe_bucket
 from meshwright.parallel.replicate.process_group import GroupWithSharedSums
@@ -177,7 +177,8 @@ class ReducerHook:
 def broadcast_buffers(module: nn.Module, mesh: DeviceMesh) -> None:
     """Gives all data ranks the buffers of the first one, as DDP does before each forward pass in training. Evaluation
     and checkpoints then have the same buffers as the next training step."""
-    broadcast_buffers_over(module, [mesh.get_group(axis) for axis in DATA_AXES if axis in (mesh.mesh_dim_names or ())])
+    axes = (axis for axis in (*DATA_AXES, "context") if has_axis(mesh, axis))
+    broadcast_buffers_over(module, [mesh.get_group(axis) for axis in axes])
 
 
 def broadcast_buffers_over(module: nn.Module, groups: Sequence[dist.ProcessGroup]) -> None:

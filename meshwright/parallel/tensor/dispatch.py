@@ -36,7 +36,7 @@ _NAMES = {
     "metadata": "shape size dim ndim ndimension dtype device layout requires_grad is_leaf numel nelement element_size "
     "itemsize nbytes is_floating_point is_complex is_signed is_nested is_sparse is_sparse_csr is_quantized is_mkldnn "
     "is_cuda is_cpu is_meta is_mps is_xpu is_inference get_device stride is_contiguous names has_names grad __len__ "
-    "__hash__ __repr__ __format__ __dir__ _version output_nr",
+    "__hash__ __repr__ __format__ __dir__ _version _base output_nr",
     "autograd": "register_hook retain_grad grad_fn register_post_accumulate_grad_hook requires_grad_",
 }
 METADATA, _AUTOGRAD = (frozenset(names.split()) for names in _NAMES.values())
@@ -66,8 +66,13 @@ def dispatch_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             return result
     # A function that uses `super()` would come back here under its own name: it runs on the local tensors instead.
     if isinstance(func, types.FunctionType) and "__class__" not in func.__code__.co_freevars:
-        return _python_implementation(func)(*args, **kwargs)
+        return python_implementation(func)(*args, **kwargs)
     return _call_on_local_tensors(func, args, kwargs)
+
+
+def is_autograd_function(name: str) -> bool:
+    """Whether a function of this name concerns autograd, which runs on local tensors."""
+    return name in _AUTOGRAD
 
 
 def function_name(func: Any) -> str:
@@ -76,7 +81,7 @@ def function_name(func: Any) -> str:
 
 
 @cache
-def _python_implementation(func: types.FunctionType) -> types.FunctionType:
+def python_implementation(func: types.FunctionType) -> types.FunctionType:
     """Returns a copy of a torch function that is implemented in Python. The copy does not dispatch itself to
     `__torch_function__`; the torch functions that it calls are dispatched as usual."""
     no_dispatch = {name: _return_false for name in func.__globals__ if name.startswith("has_torch_function")}

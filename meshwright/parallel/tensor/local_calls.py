@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.parallel.tensor.shard_view import ShardSpec, ShardView
+from meshwright.parallel.tensor.shard_view import ShardSpec, ShardView, is_shard_view
 from meshwright.parallel.torch_private import (
     FakeTensorMode,
     TreeSpec,
@@ -25,7 +25,6 @@ from meshwright.parallel.torch_private import (
     tree_map,
     tree_unflatten,
 )
-from meshwright.parallel.weights.layout import shard_ranges
 from meshwright.profile.structure.dataflow import Dataflow, DataflowRecorder, TracedOperator, ValueRef
 from meshwright.profile.structure.split_rules import (
     CannotSplit,
@@ -111,7 +110,7 @@ def run_local_call(local_call: LocalCall, func: Any, leaves: list[Any], tree: Tr
     with local tensors, flattened."""
     if not local_call.operators:
         args, kwargs = tree_unflatten(leaves, tree)
-        return tree_flatten(func(*args, **kwargs))[0]
+        return tree_flatten(func(*args, **kwargs), is_leaf=is_shard_view)[0]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     values: dict[int, Any] = dict(zip(local_call.input_values, tensors, strict=True))
     for operator in local_call.operators:
@@ -119,7 +118,7 @@ def run_local_call(local_call: LocalCall, func: Any, leaves: list[Any], tree: Tr
             lambda leaf: values[leaf.value] if isinstance(leaf, ValueRef) else leaf, (operator.args, operator.kwargs)
         )
         returned = operator.func(*args, **kwargs)
-        results = [leaf for leaf in tree_flatten(returned)[0] if isinstance(leaf, Tensor)]
+        results = [leaf for leaf in tree_flatten(returned, is_leaf=is_shard_view)[0] if isinstance(leaf, Tensor)]
         values.update(zip(operator.outputs, results, strict=True))
     return [values[value] for value in local_call.output_values]
 
@@ -153,6 +152,8 @@ class _ShardedValues:
         source = self.specs[sharded[0]]
         for value, shard in output_shards.items():
             spec = replace(source, shard=shard, fused_sizes=source.fused_sizes if shard.outer == 0 else ())
+            if not spec.accepts(shard):
+                raise CannotSplit(f"{operator.name} divides other parts")
             self._check_even(operator, spec)
             self.specs[value] = spec
         if operator.name in _SLICES:
@@ -185,6 +186,8 @@ class _ShardedValues:
         self.specs[value] = self.sliced[value] = replace(spec, shard=replace(spec.shard, dim=dim))
 
     def _check_even(self, operator: TracedOperator, output: ShardSpec) -> None:
+        if output.kind == "context":  # `accepts` has checked it
+            return
         ranks, count = output.group.size, output.shard.count
         input_counts = {
             self.specs[value].shard.count for value in (*operator.inputs, *operator.overwritten) if value in self.specs
@@ -290,11 +293,7 @@ def _local_operator(flow: Dataflow, operator: TracedOperator, sharding: _Sharded
 
 def _local_index(spec: ShardSpec, index: int) -> int:
     """The index in this rank's shard of the full dimension's `index`, at which one of the fused slices begins."""
-    shard, group = spec.shard, spec.group
-    slices, inner = (spec.fused_sizes, 1) if shard.outer == 0 else ((shard.count,) * shard.outer, shard.inner)
-    local_lengths = [length * inner for _, length in shard_ranges(slices, group.size, group.rank)]
-    edges = list(accumulate((size * inner for size in slices), initial=0))
-    return sum(local_lengths[: edges.index(index)])
+    return sum(length for first, length in spec.ranges.by_rank[spec.group.rank] if first < index)
 
 
 def _check_local_shapes(

@@ -24,7 +24,7 @@ from meshwright.parallel.torch_private import make_wrapper_subclass, register_py
 from meshwright.parallel.weights.layout import shard_ranges
 from meshwright.profile.structure.split_rules import DividedDimension
 
-ShardKind = Literal["features", "vocabulary", "sequence"]  # what the sharded dimension counts
+ShardKind = Literal["features", "vocabulary", "sequence", "context"]  # what the sharded dimension counts
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -54,6 +54,10 @@ class ShardSpec:
             for rank in range(ranks)
         )
         return ShardRanges(shard.dim, sum(slices) * inner, by_rank)
+
+    def accepts(self, shard: DividedDimension) -> bool:
+        """Whether a tensor that is divided by `shard` can have the parts of this spec."""
+        return True
 
     def local_shape(self, full_shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of this rank's shard of a tensor of `full_shape`."""
@@ -147,6 +151,8 @@ def gather_shard_views(tree: Any, kinds: tuple[ShardKind, ...] = ("features", "v
     a pipeline stage."""
 
     def gathered(leaf: Any) -> Any:
+        if isinstance(leaf, ShardView) and leaf.spec.kind == "context":  # its local tensor may be sharded, too
+            return type(leaf)(gathered(leaf.local_tensor), leaf.spec, tuple(leaf.shape))
         return full_tensor(leaf) if isinstance(leaf, ShardView) and leaf.spec.kind in kinds else leaf
 
     return tree_map(gathered, tree, is_leaf=is_shard_view)

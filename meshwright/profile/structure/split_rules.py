@@ -70,7 +70,8 @@ def propagate_split(
     unsliced = [value for value in op.inputs if value in divided and divided[value].outer == 0]
     if rule == "slices":
         return _sliced(flow, op, divided[first])
-    if torch.Tag.pointwise in op.func.tags and (not unsliced or len(op.inputs) == 1):
+    is_pointwise = torch.Tag.pointwise in op.func.tags or name == "masked_fill_"  # torch has not tagged this one
+    if is_pointwise and (not unsliced or len(op.inputs) == 1):
         return {op.outputs[0]: _pointwise(flow, op, divided)}
     if unsliced:
         raise CannotSplit(f"{name} uses a fused output whole")

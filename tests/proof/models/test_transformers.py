@@ -20,6 +20,7 @@ from tests.soaked import all_but
 PLANS: dict[str, dict[str, Any]] = {
     "replicate": {"axes": {"replicate": 2}, "memory": {"accumulation": 2}},
     "shard": {"axes": {"shard": 2}},
+    "context": {"axes": {"context": 2}, "modules": {"attention_exchange": "ring"}},
     "tensor": {"axes": {"tensor": 2}},
     "pipeline": {"axes": {"pipeline": 2}, "pipeline": {"microbatches": 2}},
 }
@@ -56,7 +57,7 @@ def prove_plan(
 # Encoder-decoders, which have no cut here, have tests of their own below.
 EACH = [f"{name}: {axis}" for name in CASES for axis in PLANS if axis != "pipeline" or CASES[name].cut]
 EACH.remove("listed experts: tensor")  # has nothing to split that is worth it
-QUICK = {"llama: tensor", "bert: shard", "t5: replicate", "mixtral: shard"}
+QUICK = {"llama: tensor", "llama: context", "bert: shard", "t5: replicate", "mixtral: shard"}
 
 
 @pytest.mark.parametrize("case", all_but(QUICK, EACH))

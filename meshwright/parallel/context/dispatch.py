@@ -1,0 +1,173 @@
+"""Runs a torch function that is given sequence views. `SequenceView.__torch_function__` calls `dispatch_function`.
+
+In this order: questions about shape or dtype are answered for the full tensor; lookups, linear layers, attention, cross
+entropies and slices have rules of their own (rules.py); functions that torch implements in Python are entered, so that
+the functions they call come here; every other function runs on the local tensors, as `tensor/local_calls.py` derives it
+from the rules of `profile/structure/split_rules.py`.
+
+Where two divided tensors do not fit together, as queries and keys in a product, all but one are gathered. Where nothing
+of this applies, all are, and every rank computes the same: right for any function, but undivided.
+"""
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.errors import InputError
+from meshwright.parallel.context.rules import RULES
+from meshwright.parallel.context.sequence_view import (
+    SequenceSpec,
+    SequenceView,
+    gather,
+    is_sequence_view,
+    local_part,
+)
+from meshwright.parallel.tensor.dispatch import METADATA, function_name, is_autograd_function, python_implementation
+from meshwright.parallel.tensor.local_calls import LocalCall, derive_local_call, run_local_call
+from meshwright.parallel.tensor.randomness import call_with_rank_seed
+from meshwright.parallel.tensor.shard_view import ShardView
+from meshwright.parallel.torch_private import (
+    DisableTorchFunction,
+    DisableTorchFunctionSubclass,
+    tree_flatten,
+    tree_map,
+    tree_unflatten,
+)
+from meshwright.profile.structure.split_rules import CannotSplit
+
+
+def dispatch_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = function_name(func)
+    if name in METADATA:
+        with DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if is_autograd_function(name):
+        return func(args[0].local_tensor, *args[1:], **kwargs)
+    if name.startswith("new_"):  # `new_zeros` and the like take only the dtype and the device of the tensor
+        return func(*_replace_views(args, _local_tensor), **kwargs)
+    if name == "view_as" and args[0] is args[1]:  # called with gradients disabled, as in tensor/dispatch.py
+        return SequenceView(args[0].local_tensor, args[0].spec, tuple(args[0].shape))
+    rule = RULES.get(func)
+    if rule is not None and (result := rule(*args, **kwargs)) is not NotImplemented:
+        return result
+    if isinstance(func, types.FunctionType) and "__class__" not in func.__code__.co_freevars:
+        return python_implementation(func)(*args, **kwargs)
+    return _call_on_local_tensors(func, args, kwargs)
+
+
+# ---- on local tensors
+
+
+def _call_on_local_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    leaves, tree = tree_flatten((args, kwargs), is_leaf=_is_view)
+    views = [leaf for leaf in leaves if isinstance(leaf, SequenceView)]
+    for kept in _choices_of_views(views):
+        local_call = _cached_local_call(func, leaves, kept, tree)
+        if local_call is not None:
+            return _run(local_call, func, leaves, kept, tree)
+    if _writes_in_place(func, leaves):
+        raise InputError(
+            f"{function_name(func)} writes into a tensor that is divided over the {views[0].spec.group.size} ranks of"
+            " the context axis, in a way that cannot be divided: write the model without it, or set plan.axes.context"
+            " to 1"
+        )
+    return func(*_replace_views(args, gather), **_replace_views(kwargs, gather))
+
+
+def _choices_of_views(views: list[SequenceView]) -> list[list[SequenceView]]:
+    """Which views stay divided, in the order in which this is tried; the others are gathered."""
+    distinct = list({id(view): view for view in views}.values())
+    alone = [[view] for view in distinct] if len(distinct) > 1 else []
+    fit_together = len({view.spec.tokens for view in distinct}) == 1
+    return ([distinct] if fit_together else []) + alone
+
+
+def _cached_local_call(func: Any, leaves: list[Any], kept: list[SequenceView], tree: Any) -> LocalCall | None:
+    """Returns how the function runs on the local tensors of the kept views, with full tensors in the place of others;
+    None if it cannot."""
+    spec = kept[0].spec
+    kept_ids = {id(view) for view in kept}
+    key = (func, tree, tuple(_cache_key(leaf, id(leaf) in kept_ids) for leaf in leaves))
+    local_calls = spec.group.local_calls
+    if key not in local_calls:
+        # Tensors that are not divided by position, of whatever class, are replaced by empty ones of the same shape.
+        shapes = [
+            leaf
+            if id(leaf) in kept_ids or not isinstance(leaf, Tensor)
+            else torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
+            for leaf in leaves
+        ]
+        try:
+            with DisableTorchFunction():
+                local_calls[key] = derive_local_call(func, shapes, tree)
+        except CannotSplit:
+            local_calls[key] = None
+    call: LocalCall | None = local_calls[key]
+    return call
+
+
+def _cache_key(leaf: Any, is_kept: bool) -> Any:
+    if isinstance(leaf, Tensor):
+        return (tuple(leaf.shape), leaf.dtype, leaf.spec if is_kept else None)  # type: ignore[attr-defined]
+    if isinstance(leaf, slice):
+        return ("slice", leaf.start, leaf.stop, leaf.step)
+    return (type(leaf), leaf)
+
+
+def _run(local_call: LocalCall, func: Any, leaves: list[Any], kept: list[SequenceView], tree: Any) -> Any:
+    kept_ids = {id(view) for view in kept}
+    group = kept[0].spec.group
+    local_leaves = []
+    for position, leaf in enumerate(leaves):
+        sliced = local_call.sliced_arguments.get(position)
+        local = leaf
+        if isinstance(leaf, SequenceView):
+            local = leaf.local_tensor if id(leaf) in kept_ids else gather(leaf)
+        if sliced is not None:
+            assert isinstance(sliced, SequenceSpec)
+            local = local_part(local, sliced)
+        local_leaves.append(local)
+
+    def run(*arguments: Any) -> list[Any]:
+        return run_local_call(local_call, func, list(arguments), tree)
+
+    draws = local_call.draws_random_numbers
+    results = call_with_rank_seed(run, group.rank, *local_leaves) if draws else run(*local_leaves)
+    outputs: list[Any] = []
+    for number, result in enumerate(result for result in results if isinstance(result, Tensor)):
+        returned = local_call.returned_arguments[number]
+        if returned is not None and result is local_leaves[returned]:
+            outputs.append(leaves[returned])
+        else:
+            spec = local_call.output_specs[number]
+            assert isinstance(spec, SequenceSpec)
+            outputs.append(SequenceView(result, spec, local_call.output_shapes[number]))
+    return tree_unflatten(outputs or [None] * local_call.output_tree.num_leaves, local_call.output_tree)
+
+
+def _writes_in_place(func: Any, leaves: list[Any]) -> bool:
+    """Whether the function writes into its first tensor and that one is divided."""
+    name = function_name(func)
+    is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+    first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
+    return is_in_place and isinstance(first, SequenceView) and name != "__invert__"
+
+
+def _is_view(tree: Any) -> bool:
+    return isinstance(tree, ShardView)
+
+
+def _replace_views(tree: Any, replacement: Callable[[SequenceView], Any]) -> Any:
+    return tree_map(
+        lambda leaf: replacement(leaf) if isinstance(leaf, SequenceView) else leaf, tree, is_leaf=is_sequence_view
+    )
+
+
+def _local_tensor(view: SequenceView) -> Tensor:
+    return view.local_tensor
+
+
+SequenceView.handler = staticmethod(dispatch_function)
