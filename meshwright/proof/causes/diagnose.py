@@ -7,6 +7,9 @@ from dataclasses import replace
 from meshwright.proof.causes.batch_buffer import batch_buffer
 from meshwright.proof.causes.batch_norm import batch_norm
 from meshwright.proof.causes.clip import local_clip
+from meshwright.proof.causes.context.border import lost_targets
+from meshwright.proof.causes.context.past import wrong_past
+from meshwright.proof.causes.context.positions import wrong_positions
 from meshwright.proof.causes.coupled_samples import coupled_samples
 from meshwright.proof.causes.evidence import Cause, Evidence, Verdict
 from meshwright.proof.causes.experts import expert_gradients, lost_tokens
@@ -40,6 +43,9 @@ THEN: Mapping[Cause, Hypothesis] = {
     "scaled": scaled,
     "coupled_samples": coupled_samples,
     "uneven_targets": uneven_targets,
+    "wrong_past": wrong_past,
+    "wrong_positions": wrong_positions,
+    "lost_targets": lost_targets,
     "batch_norm": batch_norm,
     "batch_buffer": batch_buffer,
     "tied_drift": tied_drift,

@@ -2,6 +2,7 @@
 then gets the same gradients as the ranks, the ranks have followed that rule."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -112,12 +113,14 @@ class Experiments:
         statistics_rank: int | None = None,
         frozen_statistics: bool = False,
         random_draw: int = 0,
+        within: AbstractContextManager[Any] | None = None,
     ) -> ExperimentResult:
         """Computes the step with the given changes.
 
         `grouping` and `dropout` replace those of the reference. `statistics_rank` is the data rank whose samples update
         running statistics. With `frozen_statistics`, BatchNorm normalizes by its running statistics instead of those of
-        the batch. Each `random_draw` above 0 uses other random numbers.
+        the batch. Each `random_draw` above 0 uses other random numbers. The step is computed within the context
+        `within`.
         """
         request = self.request if dropout is None else replace(self.request, dropout=dropout)
         with preserve_generators(self.device):
@@ -131,7 +134,8 @@ class Experiments:
             reference.steps += random_draw * _OTHER_SEED_STEPS
             bits: dict[str, int] = {}
             stop_watching = record_output_bits(reference.model, bits)
-            loss = reference.compute(batch)
+            with within or nullcontext():
+                loss = reference.compute(batch)
             stop_watching()
             buffers = {name: value.detach().cpu().clone() for name, value in reference.model.named_buffers()}
             return ExperimentResult(loss.cpu(), reference.gradients(), buffers, drew_random_numbers(self.device), bits)

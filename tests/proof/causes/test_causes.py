@@ -14,7 +14,7 @@ from meshwright.proof.exact_comparison import compare_with_evidence
 from meshwright.proof.record.record import record
 from meshwright.proof.request import ProofRequest
 from tests.proof.cases import proof_request
-from tests.proof.causes import faults
+from tests.proof.causes import faults, sequence_faults
 from tests.proof.injected_fault import ComparesOwnSamples, InjectedFault, ScaledGradients
 from tests.proof.matrix_case import matrix_request
 from tests.ranks import RankPool
@@ -72,6 +72,10 @@ def bert(case: str) -> ProofRequest:
     return replace(matrix_request("bert", case), steps=2)
 
 
+def gpt(case: str) -> ProofRequest:
+    return replace(matrix_request("gpt", case), steps=1)
+
+
 def prove_and_diagnose(
     rank: int, size: int, request: ProofRequest, folder: Path
 ) -> tuple[dict[str, Any], str | None] | None:
@@ -118,6 +122,9 @@ QUICK = [
     Control(
         "low_precision", plain(R2), faults.RoundedLayer("conv"), "what conv computed on rank 0 has 8 bits (bfloat16)"
     ),
+    Control("wrong_past", gpt("C2 ring"), sequence_faults.FutureKeys(), "later tokens that another rank has"),
+    Control("wrong_positions", gpt("C2"), sequence_faults.PositionsFromZero(), "each rank numbers its tokens from 0"),
+    Control("lost_targets", gpt("C2 ring"), sequence_faults.NoTargetAtBorders(), "each of the 4 pieces"),
     Control("unknown", plain(R2), faults.NoisyGradient()),
     Control("unknown", proof_request("attending", plan=R2, steps=1), faults.TransposedGradient("mix.weight")),
     Control("unknown", proof_request("residual", plan=R2, size=23, steps=1), SWAPPED),
@@ -131,6 +138,11 @@ SOAK = [
         ScaledGradients(2.0, parameter="*.experts.*"),
         "averaged over too few ranks, by a factor of the 2 expert ranks",
     ),
+    Control("wrong_past", bert("C2 ring"), sequence_faults.OwnKeysOnly(), "of their own rank only"),
+    Control("wrong_past", gpt("C2 ring twice"), sequence_faults.OwnKeysOnly(), "of their own rank only"),
+    Control("wrong_positions", bert("C2 ring"), sequence_faults.PositionsFromZero(), "each rank numbers its tokens"),
+    Control("lost_targets", bert("C2 twice"), sequence_faults.NoTargetAtBorders(), "each of the 4 pieces"),
+    Control("missing_reduction", gpt("C2"), faults.NoAveragerReduction(), "not reduced over the context axis"),
     Control("coupled_samples", comparing(S2), ComparesOwnSamples(), "compared its own samples only"),
     Control("batch_buffer", following(S2), InjectedFault(), "follows the samples of data rank 0"),
     Control("doubled_reduction", bert("T2"), faults.TensorReducedTwice(), "reduced twice over the tensor axis of 2"),
