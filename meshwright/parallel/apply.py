@@ -53,7 +53,6 @@ from meshwright.parallel.tensor.split_modules import split_modules
 from meshwright.parallel.weights.layout import ParameterLayout
 from meshwright.plan import Plan
 from meshwright.profile.structure.model_structure import ModelStructure
-from meshwright.profile.structure.sequence import SequenceInput, find_sequence_inputs
 from meshwright.profile.structure.structure import Structure
 
 T = TypeVar("T")
@@ -99,7 +98,6 @@ def apply(
     mesh = build_mesh(plan, device.type, world_size)
     position = position_in_mesh(mesh, plan)
     structure = _checked_structure(plan, module, sample, target)
-    sequences = _sequence_inputs(plan, module, sample, target)
     head = _head_to_join(plan, module, sample, target)
     shards_blocks = plan.axes.shard > 1 and not may_run_different_blocks(module, structure, sample, target)
     state_names = tuple(module.state_dict())
@@ -108,9 +106,9 @@ def apply(
     local = _divide(plan, module, stages, structure, mesh, device, move=fill is None)
     # After layers are split: a rank's positions are divided first, and the split layers see the local ones.
     division = None
-    if sequences and mesh:
-        group = context_group(mesh, plan)
-        division = SequenceDivision(module, sequences, group, plan.modules.attention_exchange)
+    if plan.axes.context > 1 and mesh:
+        group, inputs = context_group(mesh, plan), _required(structure).sequences
+        division = SequenceDivision(module, inputs, group, plan.modules.attention_exchange)
         for model in local.models:
             divide_inputs(model, division)
     if head:
@@ -180,7 +178,7 @@ def _divide(
         for model in (local_module, *models):
             _move(model, plan, device)
     layouts: dict[str, ParameterLayout] = dict(branches.layouts) if branches else {}
-    if structure and mesh:
+    if structure and mesh and (plan.axes.tensor > 1 or plan.modules.splits):
         layouts |= split_modules(models, plan, structure, mesh)
     # Experts after other layers: the split layers of a list of experts are on their ranks already.
     experts = divide_experts(models, plan, _required(mesh)) if plan.axes.expert > 1 else None
@@ -322,13 +320,6 @@ def _checked_structure(plan: Plan, module: nn.Module, sample: Any, target: str |
     check_branches(plan, module, lambda: model_structure.dataflow(structure.found_in_evaluation))
     check_structure(plan, module, structure)
     return without_branch_splits(structure, plan)
-
-
-def _sequence_inputs(plan: Plan, module: nn.Module, sample: Any, target: str | None) -> tuple[SequenceInput, ...]:
-    """Returns the model's inputs that the plan divides by position; none without a context axis."""
-    if plan.axes.context == 1:
-        return ()
-    return find_sequence_inputs(_traced_structure(plan, module, sample, target).forward_pass())
 
 
 def _head_to_join(plan: Plan, module: nn.Module, sample: Any, target: str | None) -> nn.Linear | None:

@@ -19,7 +19,6 @@ from meshwright.parallel.torch_private import AnyBatchNorm
 from meshwright.plan import Plan
 from meshwright.profile.structure.dataflow import ControlFlowError
 from meshwright.profile.structure.model_structure import ModelStructure
-from meshwright.profile.structure.sequence import find_sequence_inputs
 from meshwright.profile.structure.splits import SplitGroup
 from meshwright.profile.structure.structure import Structure, untraced_structure
 
@@ -55,8 +54,6 @@ def checker_of_structure(structure: ModelStructure) -> Callable[[Plan], None]:
         check_derivatives(plan, structure)
         if plan.compute.loss_chunks > 1:
             head_to_join(plan, model, flow)
-        if plan.axes.context > 1:
-            find_sequence_inputs(flow())
         if needs_structure(plan):
             check_branches(plan, model, flow)
             check_structure(plan, model, structure_for(plan, structure))
@@ -71,7 +68,8 @@ def structure_for(plan: Plan, structure: ModelStructure) -> Structure:
         return structure.find()
     except ControlFlowError as error:
         names_splits = any(split.kind != "none" for split in plan.modules.splits.values())
-        if not names_splits or plan.axes.pipeline > 1 or plan.modules.sequence or plan.modules.loss:
+        needs_more = plan.axes.pipeline > 1 or plan.axes.context > 1 or plan.modules.sequence or plan.modules.loss
+        if not names_splits or needs_more:
             raise
         return untraced_structure(structure.model, str(error))
 
@@ -99,8 +97,10 @@ def check_derivatives(plan: Plan, structure: ModelStructure) -> None:
 
 
 def needs_structure(plan: Plan) -> bool:
-    """Whether the plan splits layers of the model or cuts it into stages. Both need the model's structure."""
-    return plan.axes.tensor > 1 or plan.axes.pipeline > 1 or bool(plan.modules.splits)
+    """Whether the plan divides sequences, splits layers of the model or cuts it into stages. All of these need the
+    model's structure."""
+    axes = plan.axes
+    return axes.context > 1 or axes.tensor > 1 or axes.pipeline > 1 or bool(plan.modules.splits)
 
 
 def check_runnable(plan: Plan) -> None:
@@ -261,7 +261,12 @@ def _first_sparse_module(model: nn.Module) -> str | None:
 
 
 def check_structure(plan: Plan, model: nn.Module, structure: Structure) -> None:
-    """Raises an `InputError` if the model cannot be split or cut as the plan says."""
+    """Raises an `InputError` if the model cannot be divided, split or cut as the plan says."""
+    if plan.axes.context > 1 and not structure.sequences:
+        raise InputError(
+            f"plan.axes.context is {plan.axes.context}, but {structure.no_sequence_reason}: set axes.context to 1, and"
+            " use the other axes"
+        )
     check_pipeline(plan, structure)
     check_splits(model, plan, without_branch_splits(structure, plan))
     if plan.axes.pipeline > 1 and plan.axes.tensor > 1:

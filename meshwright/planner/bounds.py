@@ -84,7 +84,7 @@ class BoundCalculator:
 
     summary: ModelSummary
     inputs: PlanningInputs
-    _piece_seconds: dict[int, tuple[PrefixSums, PrefixSums, PrefixSums]] = field(default_factory=dict)
+    _piece_seconds: dict[float, tuple[PrefixSums, PrefixSums, PrefixSums]] = field(default_factory=dict)
     _collective_seconds: dict[tuple[Collective, float, RankGroup], float] = field(default_factory=dict)
     _groups: dict[tuple[AxisSizes, tuple[str, ...]], RankGroup] = field(default_factory=dict)
     _pass_seconds: dict[Candidate, _PassSeconds] = field(default_factory=dict)
@@ -101,6 +101,7 @@ class BoundCalculator:
         stages."""
         if candidate.sizes.placed_branches:
             return self._placed_branches_bounds(candidate)
+        candidate = candidate.without_context
         stages = self._stages(candidate)
         if stages is None:
             return None
@@ -128,6 +129,7 @@ class BoundCalculator:
             return max(
                 self._states_bytes(sizes, _weight_bytes(pieces), pieces) for pieces in self._rank_pieces(sizes, "none")
             )
+        sizes = sizes.without_context
         total = self._rank_weights(sizes, [(0, len(self.summary.pieces))])
         return self._states_bytes(sizes, _WeightBytes(*(size / sizes.pipeline for size in total)))
 
@@ -220,6 +222,7 @@ class BoundCalculator:
     def memory_floor(self, candidate: Candidate, stages: _Stages | None = None) -> float:
         """A lower bound of the candidate's memory: that of the first or the last rank of the pipeline, whichever is
         larger (the last one keeps the model's outputs), or of the rank with most if branches are placed."""
+        candidate = candidate.without_context
         sizes, ranks = candidate.sizes, candidate.sizes.pipeline
         if sizes.placed_branches:
             return max(

@@ -141,7 +141,7 @@ def rank_pieces(
 
 
 def rank_seconds(
-    summary: ModelSummary, ranks: Mapping[str, int], tensor: int, split: bool, recompute: str, batch: int
+    summary: ModelSummary, ranks: Mapping[str, int], tensor: int, split: bool, recompute: str, batch: float
 ) -> list[tuple[float, float]]:
     """For each rank of the tensor axis, lower bounds of the seconds of a microbatch of `batch` samples, as a pair
     (forward, backward). `ranks` gives the rank of each branch module. If `split` is True, pieces outside of the

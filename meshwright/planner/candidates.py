@@ -1,6 +1,6 @@
 """Lists the plans that are possible for a model on a cluster: factorizations of the ranks, and the choices within each.
 
-    ranks  = pipeline × replicate × shard × tensor                                              possible_axis_sizes
+    ranks  = pipeline × replicate × shard × context × tensor                                    possible_axis_sizes
              Experts are divided over ranks of the shard axis, or without one of the replicate axis  _with_data_axes
              The tensor axis lies within a node, and its size divides the degree of every split group; or it
              has at most as many ranks as there are branches, which are placed on different ranks, and there
@@ -43,6 +43,7 @@ _SCHEDULES: tuple[tuple[Schedule, int], ...] = (
     ("interleaved_1f1b", 4),
     ("gpipe", 1),
 )
+_SHORTEST_SEQUENCE, _FEWEST_TOKENS = 16_384, 4_096  # chosen: sequences that are divided, and the tokens of a rank
 _LEAST_USED = 0.75  # chosen: if no plan can use all devices, plans with at least this share of them are tried
 
 
@@ -61,6 +62,7 @@ class AxisSizes:
     pipeline: int = 1
     replicate: int = 1
     shard: int = 1
+    context: int = 1
     sharding: Sharding = "parameters"
     splits_wide_layers: bool = False
     placed_branches: Literal["", "towers", "heads"] = ""
@@ -69,12 +71,18 @@ class AxisSizes:
 
     @property
     def axes(self) -> Axes:
-        sizes = {name: getattr(self, name) for name in ("replicate", "shard", "tensor", "pipeline", "expert")}
-        return Axes(**sizes)
+        names = ("replicate", "shard", "context", "tensor", "pipeline", "expert")
+        return Axes(**{name: getattr(self, name) for name in names})
 
     @property
     def ranks(self) -> int:
-        return self.tensor * self.pipeline * self.replicate * self.shard
+        return self.context * self.tensor * self.pipeline * self.replicate * self.shard
+
+    @property
+    def without_context(self) -> "AxisSizes":
+        """The sizes of a plan in which ranks exchange weights and gradients as in this one (simulator/context.py)."""
+        joined = "shard" if self.shard > 1 else "replicate"
+        return replace(self, context=1, **{joined: getattr(self, joined) * self.context})
 
     @property
     def data_ranks(self) -> int:
@@ -85,7 +93,7 @@ class AxisSizes:
     def family(self) -> tuple[str, ...]:
         """The kind of plan, as a tuple of names: the axes with more than one rank, whether wide layers are split, and
         which branches are placed."""
-        axes = [name for name in ("replicate", "shard", "tensor", "pipeline") if getattr(self, name) > 1]
+        axes = [name for name in ("replicate", "shard", "context", "tensor", "pipeline") if getattr(self, name) > 1]
         wide = ["wide layers"] * self.splits_wide_layers
         placed = [self.placed_branches] * bool(self.placed_branches) + ["shared layers"] * self.splits_shared_layers
         return (*axes, *["expert"] * (self.expert > 1), *wide, *placed)
@@ -102,7 +110,20 @@ class Candidate:
     schedule: Schedule
     stages_per_rank: int
     microbatches: int
-    microbatch_samples: int
+    microbatch_samples: float
+
+    @property
+    def without_context(self) -> "Candidate":
+        """A candidate without a context axis whose ranks compute and keep as much: part of the samples instead of part
+        of their tokens."""
+        context = self.sizes.context
+        samples = self.microbatch_samples / context if context > 1 else self.microbatch_samples
+        return replace(self, sizes=self.sizes.without_context, microbatch_samples=samples)
+
+    @property
+    def activation_parts(self) -> int:
+        """The number of ranks that divide the activations of a sample."""
+        return self.sizes.tensor * self.sizes.context
 
     @property
     def stages(self) -> int:
@@ -148,10 +169,19 @@ def _sizes_for(summary: ModelSummary, inputs: PlanningInputs, ranks: int) -> Ite
     cuts = sum(piece.cuttable for piece in summary.pieces)
     for tensor in divisors(gcd(inputs.devices_per_node, summary.tensor_degree, ranks)):
         for pipeline in divisors(ranks // tensor):
-            data_ranks = ranks // tensor // pipeline
-            if pipeline > cuts + 1 or data_ranks > batch or (inputs.even_shares and batch % data_ranks):
-                continue
-            yield from _with_data_axes(summary, inputs, AxisSizes(tensor, pipeline), data_ranks)
+            for context in _context_sizes(summary, ranks // tensor // pipeline):
+                data_ranks = ranks // tensor // pipeline // context
+                if pipeline > cuts + 1 or data_ranks > batch or (inputs.even_shares and batch % data_ranks):
+                    continue
+                yield from _with_data_axes(summary, inputs, AxisSizes(tensor, pipeline, context=context), data_ranks)
+
+
+def _context_sizes(summary: ModelSummary, ranks: int) -> list[int]:
+    """The sizes of the context axis that are tried: powers of two, for sequences that are long enough. With fewer
+    tokens, samples are as good to divide, and the search would take longer."""
+    length = summary.sequence_length
+    largest = length // _FEWEST_TOKENS if length >= _SHORTEST_SEQUENCE else 1
+    return [size for size in divisors(ranks) if size <= max(1, largest) and size & (size - 1) == 0]
 
 
 def _with_placed_branches(summary: ModelSummary, inputs: PlanningInputs, ranks: int) -> Iterator[AxisSizes]:
@@ -178,7 +208,8 @@ def _with_data_axes(
     possible within a node, and over as many as possible."""
     for divided in _with_replicas_or_shards(summary, inputs, sizes, data_ranks):
         yield divided
-        if divided.splits_wide_layers or divided.placed_branches or inputs.offload == "parameters":
+        is_other = divided.splits_wide_layers or divided.placed_branches or divided.context > 1
+        if is_other or inputs.offload == "parameters":
             continue
         over = divided.shard if divided.shard > 1 else divided.replicate
         most = gcd(summary.expert_degree, over)
@@ -198,7 +229,7 @@ def _with_replicas_or_shards(
         yield replace(sizes, replicate=data_ranks)
     if data_ranks == 1:
         return
-    replicate_only = sizes.tensor == 1 and sizes.pipeline == 1 and not only_shards
+    replicate_only = sizes.context == sizes.tensor == sizes.pipeline == 1 and not only_shards
     if replicate_only and summary.wide_layers and summary.wide_splits(data_ranks):
         yield replace(sizes, replicate=data_ranks, splits_wide_layers=True)
     within_node = gcd(data_ranks, max(1, inputs.devices_per_node // sizes.tensor))
@@ -299,6 +330,7 @@ def _modules(sizes: AxisSizes, summary: ModelSummary, inputs: PlanningInputs) ->
         splits=summary.wide_splits(sizes.replicate) if sizes.splits_wide_layers else {},
         sequence=sizes.tensor > 1 and summary.has_sequence,
         loss=sizes.tensor > 1 and summary.has_vocabulary,
+        attention_exchange="ring" if sizes.context > 1 else "all_gather",
     )
 
 

@@ -183,3 +183,14 @@ def with_gradient_algorithm(plan: Plan, profile: ModelProfile, cluster: Cluster)
     bucket = min(plan.gradients.bucket_bytes, weights / plan.axes.shard / plan.axes.tensor / plan.axes.pipeline)
     algorithm = fastest_algorithm(bucket, group_of_axes(plan.axes, ("replicate",), cluster), cluster)
     return plan.model_copy(update={"gradients": plan.gradients.model_copy(update={"algorithm": algorithm})})
+
+
+def with_attention_exchange(plan: Plan, predict: Callable[[Plan], Prediction]) -> Plan:
+    """Returns the plan with the exchange of keys and values that is predicted to be faster; without a context axis, the
+    plan itself."""
+    if plan.axes.context == 1:
+        return plan
+    gathering = plan.model_copy(
+        update={"modules": plan.modules.model_copy(update={"attention_exchange": "all_gather"})}
+    )
+    return min((plan, gathering), key=lambda choice: predict(choice).step_s)

@@ -81,7 +81,7 @@ class ModelSummary:
     memory_layout: Literal["contiguous", "channels_last"] = "contiguous"
     branch_groups: tuple[BranchGroup, ...] = ()
     branch_ranks: dict[tuple[Axes, str], dict[str, int]] = field(default_factory=dict)
-    _piece_seconds: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
+    _piece_seconds: dict[float, list[tuple[float, float]]] = field(default_factory=dict)
     _rank_pieces: dict[tuple[int, str], tuple[PieceSummary, ...]] = field(default_factory=dict)
     _recompute_profiles: dict[str, ModelProfile] = field(default_factory=dict)
     _cuts: dict[tuple[int, str], tuple[int, ...] | None] = field(default_factory=dict)
@@ -122,6 +122,11 @@ class ModelSummary:
         """Whether activations between split layers can be divided along the sequence. True for models with
         attention."""
         return any(group.heads for group in self._groups)
+
+    @cached_property
+    def sequence_length(self) -> int:
+        """The number of tokens of the longest input that ranks of the context axis can divide; 0 if there is none."""
+        return max((sequence.length for sequence in self.structure.sequences), default=0) if self.structure else 0
 
     @cached_property
     def has_vocabulary(self) -> bool:
@@ -200,7 +205,7 @@ class ModelSummary:
                     splits[module] = Split(kind="row" if module in rows else "column", axis="replicate")
         return splits
 
-    def piece_seconds(self, batch: int) -> list[tuple[float, float]]:
+    def piece_seconds(self, batch: float) -> list[tuple[float, float]]:
         """The seconds of every piece for a microbatch of `batch` samples, as pairs (forward, backward)."""
         if batch not in self._piece_seconds:
             self._piece_seconds[batch] = _piece_seconds(self.profile, self.pieces, batch, self._speeds)
@@ -245,7 +250,7 @@ class ModelSummary:
 
 
 def _piece_seconds(
-    profile: ModelProfile, pieces: tuple[PieceSummary, ...], batch: int, device_speeds: DeviceSpeeds
+    profile: ModelProfile, pieces: tuple[PieceSummary, ...], batch: float, device_speeds: DeviceSpeeds
 ) -> list[tuple[float, float]]:
     """The seconds of every piece as pairs (forward, backward). Equal blocks are priced once. Operators outside of all
     pieces count as part of the first piece."""

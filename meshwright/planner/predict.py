@@ -56,7 +56,7 @@ def predict(
         on_gpu=on_gpu,
         target=target,
         recompute=run_plan.memory.recompute,
-        with_structure=run_plan.axes.tensor * run_plan.axes.pipeline > 1 or bool(run_plan.modules.splits),
+        with_structure=run_plan.world_size > run_plan.data_ranks or bool(run_plan.modules.splits),
     )
     machines = measure_model_operators(machines, profile, run_plan, global_batch)
     prediction = predict_plan(machines, profile, run_plan, global_batch, cost)

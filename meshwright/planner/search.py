@@ -35,7 +35,13 @@ from meshwright.plan import Plan
 from meshwright.planner.bounds import BoundCalculator, Bounds
 from meshwright.planner.branch_placement import find_branch_groups
 from meshwright.planner.candidates import RECOMPUTES, Candidate, candidate_series, plan_of, possible_axis_sizes
-from meshwright.planner.compute_variants import best_variant, plan_that_fits, traits_of, with_gradient_algorithm
+from meshwright.planner.compute_variants import (
+    best_variant,
+    plan_that_fits,
+    traits_of,
+    with_attention_exchange,
+    with_gradient_algorithm,
+)
 from meshwright.planner.inputs import NoPlanFits, PlanningInputs, accept_every_plan
 from meshwright.planner.model_summary import ModelSummary
 from meshwright.planner.preference import preferred
@@ -74,7 +80,7 @@ class _PlanSearch:
     priced: dict[Candidate, PricedPlan] = field(default_factory=dict)
     failed_recompute: set[str] = field(default_factory=set)
     temporary_bytes: dict[str, float] = field(default_factory=dict)
-    smallest_not_fitting: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    smallest_not_fitting: dict[tuple[Any, ...], float] = field(default_factory=dict)
     accepted_placements: dict[tuple[Any, ...], bool] = field(default_factory=dict)
     too_large: "_Bounded" = field(default_factory=list)
 
@@ -96,7 +102,7 @@ class _PlanSearch:
                 self.failed_recompute.add(recompute)  # some models cannot recompute their activations
                 return None
             self.summary.add_profile(recompute, profile)
-            plan = with_gradient_algorithm(plan, profile, inputs.cluster)
+            plan = with_attention_exchange(with_gradient_algorithm(plan, profile, inputs.cluster), self.predict)
             self.priced[candidate] = PricedPlan(candidate, *plan_that_fits(plan, inputs, self.predict, profile))
             self._update_temporaries(self.priced[candidate])
         priced = self.priced[candidate]
@@ -126,7 +132,7 @@ class _PlanSearch:
         if candidate.sizes.placed_branches:
             return  # the ranks of such a plan do not divide the temporaries equally
         temporary = max(0.0, priced.needed_bytes - self.calculator.memory_floor(candidate))
-        of_sample = temporary * candidate.sizes.tensor / candidate.microbatch_samples
+        of_sample = temporary * candidate.activation_parts / candidate.microbatch_samples
         smallest = self.temporary_bytes.get(candidate.recompute, of_sample)
         self.temporary_bytes[candidate.recompute] = min(smallest, of_sample)
 
@@ -144,7 +150,7 @@ class _PlanSearch:
             return True
         has_branches = bool(candidate.sizes.placed_branches)
         of_sample = 0.0 if has_branches else self.temporary_bytes.get(candidate.recompute, 0.0)
-        temporary = _SHARED_TEMPORARIES * of_sample * batch / candidate.sizes.tensor
+        temporary = _SHARED_TEMPORARIES * of_sample * batch / candidate.activation_parts
         # Profiles that were traced in the meantime may have raised the floor.
         if self.calculator.memory_floor(candidate) + temporary > self.inputs.capacity_bytes:
             return True

@@ -127,6 +127,7 @@ def _transfers_s(stages: Sequence[StageProfile], numbers: Sequence[Sequence[int]
 def _stages_breakdown(times: Sequence[StageTime], microbatches: int) -> dict[str, float]:
     """The breakdown of the seconds of a rank with these stages, for this number of microbatches."""
     expert_s = sum(time.expert_forward_s + time.expert_backward_s for time in times) * microbatches
+    context_s = sum(time.context_forward_s + time.context_backward_s for time in times) * microbatches
     return {
         **({"expert": expert_s} if expert_s else {}),
         "compute": sum(time.forward_s + time.backward_s for time in times) * microbatches,
@@ -136,6 +137,7 @@ def _stages_breakdown(times: Sequence[StageTime], microbatches: int) -> dict[str
         "shard": sum(time.shard_s for time in times) * microbatches,
         "replicate": 0.0,
         "bubble": 0.0,
+        **({"context": context_s} if context_s else {}),
     }
 
 

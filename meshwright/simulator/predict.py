@@ -9,12 +9,14 @@ from meshwright.profile.optimizer import OptimizerCost
 from meshwright.profile.values import ModelProfile
 from meshwright.simulator.compute.chunked_loss import chunked_profile
 from meshwright.simulator.compute.compiled_profile import compiled_profile
+from meshwright.simulator.context import context_exchange, exchanged_bytes, with_divided_tables, without_context
 from meshwright.simulator.experts import check_expert_ranks
 from meshwright.simulator.memory.device_memory import CPU_MEMORY, CUDA_MEMORY, DeviceMemory
 from meshwright.simulator.memory.peak import MemoryPrediction, predict_memory
 from meshwright.simulator.pipeline.timeline import Timeline
 from meshwright.simulator.runtime import OUR_RUNTIME, Runtime
 from meshwright.simulator.step import predict_step
+from meshwright.simulator.tensor.split_profile import split_profile
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,18 @@ def plan_memory(
     cluster: Cluster, profile: ModelProfile, plan: Plan, global_batch: int, optimizer: OptimizerCost, runtime: Runtime
 ) -> MemoryPrediction:
     """The peak memory of the rank that needs most. Time is not predicted."""
-    samples = _microbatch_samples(plan, global_batch)
-    profile = compiled_profile(chunked_profile(profile, plan.compute.loss_chunks), plan, samples)
+    samples = _microbatch_samples(plan, global_batch) / plan.axes.context
+    profile = chunked_profile(with_divided_tables(profile, plan), plan.compute.loss_chunks)
+    profile = compiled_profile(profile, plan, samples)
     optimizer = optimizer.fused() if plan.compute.fused_optimizer else optimizer
     device = device_memory(cluster, runtime.checkpoint_copies)
     inputs = runtime.memory_inputs(profile, plan, optimizer, device)
-    return predict_memory(inputs.profile, plan, samples, inputs.optimizer, inputs.device)
+    rank = predict_memory(inputs.profile, without_context(plan), samples, inputs.optimizer, inputs.device)
+    exchange = context_exchange(cluster, profile.structure, plan)
+    if exchange is None:
+        return rank
+    local = split_profile(inputs.profile, plan)
+    return rank.with_temporary(round(exchanged_bytes(local, plan, samples, exchange.key_value_share)))
 
 
 def _microbatch_samples(plan: Plan, global_batch: int) -> int:
@@ -88,9 +96,10 @@ def device_memory(cluster: Cluster, checkpoint_copies: bool = False) -> DeviceMe
 def check_size(plan: Plan, cluster: Cluster, global_batch: int) -> None:
     """Raises InputError where the cluster has too few devices for the plan, or the batch too few samples, or where the
     plan has an axis that is not predicted."""
-    if (size := plan.axes.context) > 1:
+    if plan.axes.context > 1 and plan.axes.expert > 1:
         raise InputError(
-            f"plan.axes.context is {size}, which cannot be predicted yet: set axes.context to 1, and use the other axes"
+            f"plan.axes.context is {plan.axes.context} and plan.axes.expert is {plan.axes.expert}, which cannot be"
+            " predicted together yet: set one of them to 1"
         )
     if plan.world_size > cluster.device_count:
         raise InputError(

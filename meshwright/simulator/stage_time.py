@@ -4,6 +4,7 @@ compute     = operators of both passes + adding the gradients to those of earlie
 tensor      = tensor-parallel messages, less the part that hides behind compute                  _stage_time
 shard       = what gathering weights and scattering gradients adds to both passes                _shard_s
 expert      = tokens that go to the experts of other ranks and back                              _stage_time
+context     = what the exchange of keys and values adds to both passes                           context.py
 launch      = on GPUs, the seconds by which the host's launches take longer than the device      _stage_time
               on CPU ranks, the work of the runtime beside the operators                         _orchestration_s
 """
@@ -17,6 +18,7 @@ from meshwright.simulator.communication.exchange import gradient_exchange, messa
 from meshwright.simulator.communication.placement import axis_groups
 from meshwright.simulator.compute.host_work import changes_host_work, host_launches, removed_gaps_s
 from meshwright.simulator.compute.passes import operator_launch_s, pass_s
+from meshwright.simulator.context import attention_exchange_s
 from meshwright.simulator.experts import expert_group, expert_messages, gathered_bytes
 from meshwright.simulator.offload import copy_s, host_bandwidth, offload_of
 from meshwright.simulator.pipeline.stages import StageProfile
@@ -32,7 +34,8 @@ class StageTime:
     """Seconds of one microbatch on one stage. `forward_s` and `backward_s` are compute, `launch_s` is waiting for the
     host, `tensor_forward_s` and `tensor_backward_s` are tensor-parallel messages, and `shard_s` is what gathering
     weights and scattering gradients adds to both passes. `expert_forward_s` and `expert_backward_s` are sending tokens
-    to the experts of other ranks and back, which nothing hides."""
+    to the experts of other ranks and back, which nothing hides. `context_forward_s` and `context_backward_s` are what
+    the exchange of keys and values adds."""
 
     forward_s: float
     backward_s: float
@@ -42,19 +45,21 @@ class StageTime:
     shard_s: float
     expert_forward_s: float = 0.0
     expert_backward_s: float = 0.0
+    context_forward_s: float = 0.0
+    context_backward_s: float = 0.0
 
     @property
     def forward_pass_s(self) -> float:
         """Seconds of compute, launches and communication of the forward pass. `launch_s` and `shard_s` are predicted
         for both passes together. A third of them is counted as the forward pass's, because a backward pass has twice as
         many products."""
-        communication_s = self.tensor_forward_s + self.expert_forward_s + self.shard_s / 3
+        communication_s = self.tensor_forward_s + self.expert_forward_s + self.context_forward_s + self.shard_s / 3
         return self.forward_s + communication_s + self.launch_s / 3
 
     @property
     def backward_pass_s(self) -> float:
-        communication_s = self.tensor_backward_s + self.expert_backward_s + self.shard_s * 2 / 3
-        return self.backward_s + communication_s + self.launch_s * 2 / 3
+        communication_s = self.tensor_backward_s + self.expert_backward_s + self.context_backward_s
+        return self.backward_s + communication_s + (self.launch_s + self.shard_s) * 2 / 3
 
 
 def stage_times(
@@ -111,7 +116,14 @@ def _stage_time(whole: ModelProfile, local: ModelProfile, inputs: StepInputs) ->
     if on_gpu:
         operators_s = (forward_operators + backward_operators) * operator_launch_s(inputs.device)
         launch_s = operators_s + sum(message.times for message in messages) * collective_launch_s(cluster)
+    context_s = [
+        attention_exchange_s(local, phase, inputs.batch, inputs.speeds, inputs.context, cluster)
+        if inputs.context
+        else 0.0
+        for phase in _PHASES
+    ]
     device_s = forward_s + backward_s + tensor_forward_s + tensor_backward_s + expert_forward_s + expert_backward_s
+    device_s += sum(context_s)
     return StageTime(
         forward_s,
         backward_s,
@@ -121,6 +133,7 @@ def _stage_time(whole: ModelProfile, local: ModelProfile, inputs: StepInputs) ->
         _shard_s(local, forward_s, backward_s, inputs),
         expert_forward_s,
         expert_backward_s,
+        *context_s,
     )
 
 

@@ -7,7 +7,8 @@
     branches   = the slowest of the ranks that branches are placed on, and its waiting for others  _step_with_branches
 
 In the breakdown, compute, launch, tensor, pipeline, shard, replicate, bubble, input and optimizer add up to the step;
-with optimizer state in CPU memory there is also offload, and with experts that are divided over ranks expert.
+with optimizer state in CPU memory there is also offload, with experts that are divided over ranks expert, and with a
+context axis (context.py) context, the exchange of keys and values.
 The passes are those of the busiest pipeline rank, the end is that of the pipeline rank whose end takes longest; the two
 may be different ranks. If branches of the model are placed on different ranks of the tensor axis (branches.py), the
 breakdown is that of the rank that works longest, whose bubble is the time that it waits for other ranks.
@@ -22,6 +23,7 @@ from meshwright.profile.values import ModelProfile
 from meshwright.simulator.compute.chunked_loss import chunked_profile
 from meshwright.simulator.compute.compiled_profile import compiled_profile
 from meshwright.simulator.compute.executed_profile import casts_weights, without_weight_casts
+from meshwright.simulator.context import context_exchange, without_context
 from meshwright.simulator.experts import divided_profile
 from meshwright.simulator.pipeline.shared_weights import tied_gradients_s
 from meshwright.simulator.pipeline.stages import stage_profiles
@@ -65,10 +67,12 @@ def predict_step(
     """The time of a step in which every microbatch of a rank has `batch` samples."""
     device, speeds = slowest_device(cluster, plan, runtime)
     optimizer = optimizer.fused() if plan.compute.fused_optimizer else optimizer
-    inputs = StepInputs(cluster, plan, batch, optimizer, runtime, device, speeds)
+    context = context_exchange(cluster, profile.structure, plan)
+    rank_plan, rank_batch = without_context(plan), batch / plan.axes.context
+    inputs = StepInputs(cluster, rank_plan, rank_batch, optimizer, runtime, device, speeds, context=context)
     if casts_weights(plan):
         profile = without_weight_casts(profile)
-    compiled = compiled_profile(chunked_profile(profile, plan.compute.loss_chunks), plan, batch)
+    compiled = compiled_profile(chunked_profile(profile, plan.compute.loss_chunks), plan, rank_batch)
     executed = runtime.executed_profile(with_standalone_splits(compiled, plan))
     if places_branches(plan):
         return _step_with_branches(executed, inputs)

@@ -7,6 +7,7 @@ from meshwright.plan import Plan
 from meshwright.profile.optimizer import OptimizerCost
 from meshwright.simulator.compute.operator_time import DeviceSpeeds, device_speeds
 from meshwright.simulator.compute.passes import product_dtype
+from meshwright.simulator.context import ContextExchange
 from meshwright.simulator.runtime import Runtime
 from meshwright.simulator.tensor.messages import TensorMessage
 
@@ -15,7 +16,8 @@ from meshwright.simulator.tensor.messages import TensorMessage
 class StepInputs:
     """The inputs of a step's prediction. Every microbatch of a rank has `batch` samples. `device` is the slowest device
     of the cluster, and `speeds` are those of one rank on it. `branch_messages` are sent along the tensor axis in every
-    microbatch; they are empty unless branches of the model are placed on different ranks."""
+    microbatch; they are empty unless branches of the model are placed on different ranks. `context` says how ranks of
+    the context axis exchange keys and values; `plan` and `batch` are then those of `without_context`."""
 
     cluster: Cluster
     plan: Plan
@@ -25,6 +27,7 @@ class StepInputs:
     device: Device
     speeds: DeviceSpeeds
     branch_messages: tuple[TensorMessage, ...] = ()
+    context: ContextExchange | None = None
 
 
 def slowest_device(cluster: Cluster, plan: Plan, runtime: Runtime) -> tuple[Device, DeviceSpeeds]:

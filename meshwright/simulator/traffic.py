@@ -13,6 +13,7 @@ counted to exchange (tests/proof/traffic/counter.py).
                                  block: a block is freed after its forward pass and, except in pipelines, after
                                  its backward pass. Weights in no block stay gathered between both passes
     tied weights   on several ranks of a pipeline: their gradients are summed once a step                  _tied
+    attention      along the context axis: keys and values, in every microbatch (context.py)          _with_context
     stages         activations and gradients that cross the cuts before and after them, in every microbatch _cuts
     buffers        from the first data rank to the others, once a step                                     _buffers
 
@@ -23,7 +24,7 @@ are in neither.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from meshwright.blocks.module_names import is_inside
@@ -31,6 +32,7 @@ from meshwright.cluster.cluster import Collective
 from meshwright.plan import Plan
 from meshwright.profile.values import ModelProfile, Parameter
 from meshwright.simulator.communication.exchange import batch_norm_messages, exchanged_pieces
+from meshwright.simulator.context import key_value_messages, without_context
 from meshwright.simulator.experts import divided_profile, expert_messages, expert_names, joined_axis, mesh_sizes
 from meshwright.simulator.pipeline.order import Action, pipeline_order, stages_of_rank
 from meshwright.simulator.pipeline.shared_weights import tied_parameters
@@ -60,6 +62,8 @@ def exchanges(
 ) -> tuple[Exchange, ...]:
     """Returns the exchanges of a step whose microbatches have `batch` samples per rank, with equal collectives counted
     together. Among the ranks of the other axes, the rank that holds and sends most is described."""
+    if plan.axes.context > 1:
+        return _with_context(profile, plan, batch, runtime, pipeline_rank)
     marked, rounds = with_standalone_splits(profile, plan), plan.memory.accumulation * plan.pipeline.microbatches
     ranks = [
         _count_rank(rank_profile, plan_outside_branches(marked, plan), batch, runtime, pipeline_rank)
@@ -74,7 +78,32 @@ def exchanges(
 _Counts = Counter[tuple[str, Collective, float]]
 
 
-def _count_rank(marked: ModelProfile, plan: Plan, batch: float, runtime: Runtime, pipeline_rank: int) -> _Counts:
+def _with_context(
+    profile: ModelProfile, plan: Plan, batch: float, runtime: Runtime, pipeline_rank: int
+) -> tuple[Exchange, ...]:
+    """The exchanges of a plan with a context axis. Its ranks exchange gradients and weights together with those of the
+    axis that `without_context` joins them with; the axis is then `data`, or `context` if it is the only one."""
+    axes, batch = plan.axes, batch / plan.axes.context
+    joined = "shard" if axes.shard > 1 else "replicate"
+    name = "data" if getattr(axes, joined) > 1 else "context"
+    marked = with_standalone_splits(profile, plan)
+    counted: _Counts = Counter()
+    for (axis, collective, size), count in _count_rank(
+        marked, without_context(plan), batch, runtime, pipeline_rank, in_ddp=False
+    ).items():
+        counted[name if axis == joined else axis, collective, size] += count
+    parts = stage_profiles(split_profile(marked, plan), plan.pipeline.cuts)
+    for number in _stages_of(plan, pipeline_rank):
+        local = replace(parts[number].profile, structure=profile.structure)
+        for message in key_value_messages(local, plan, batch):
+            counted["context", message.collective, message.bytes] += message.times * plan.microbatches
+    return tuple(Exchange(*key, count) for key, count in sorted(counted.items()) if key[2] and count)
+
+
+def _count_rank(
+    marked: ModelProfile, plan: Plan, batch: float, runtime: Runtime, pipeline_rank: int, in_ddp: bool = True
+) -> _Counts:
+    """`in_ddp`: a plan whose only axis is replicate runs in DDP."""
     stages = stage_profiles(marked, plan.pipeline.cuts)
     parts = stage_profiles(divided_profile(split_profile(marked, plan), plan), plan.pipeline.cuts)
     local_stages = _stages_of(plan, pipeline_rank)
@@ -85,7 +114,7 @@ def _count_rank(marked: ModelProfile, plan: Plan, batch: float, runtime: Runtime
         _split_layers([stages[number] for number in local_stages], plan, batch, runtime, rounds),
         _tokens([stages[number] for number in local_stages], plan, batch, rounds),
         _statistics([stages[number] for number in local_stages], plan, rounds),
-        _replicas(list(local_parts.values()), plan, runtime),
+        _replicas(list(local_parts.values()), plan, runtime, in_ddp=in_ddp and plan.world_size == plan.axes.replicate),
         _shards(local_parts, plan, runtime, pipeline_rank),
         _tied(parts, plan, pipeline_rank),
         _cuts(local_stages, stages, plan, batch, runtime, rounds),
@@ -132,7 +161,7 @@ def _averaged_parameters(part: StageProfile, plan: Plan) -> list[Parameter]:
     return [p for p in part.profile.parameters if p.trainable and p.names[0] not in not_averaged]
 
 
-def _replicas(parts: list[StageProfile], plan: Plan, runtime: Runtime) -> Iterator[Exchange]:
+def _replicas(parts: list[StageProfile], plan: Plan, runtime: Runtime, *, in_ddp: bool) -> Iterator[Exchange]:
     if plan.axes.replicate == 1 or plan.axes.shard > 1:
         return
     trained = {p.names[0]: p for part in parts for p in _averaged_parameters(part, plan)}
@@ -140,7 +169,7 @@ def _replicas(parts: list[StageProfile], plan: Plan, runtime: Runtime) -> Iterat
     of_experts, of_others = (
         [p for name, p in trained.items() if (name in experts) == is_in] for is_in in (True, False)
     )
-    has_flags = plan.world_size > plan.axes.replicate or plan.axes.expert > 1
+    has_flags = not in_ddp or plan.axes.expert > 1
     groups = [(joined_axis(plan.axes, _DATA), of_others)]
     if mesh_sizes(plan.axes)["replicate"] > 1:
         groups.append(("replicate", of_experts))

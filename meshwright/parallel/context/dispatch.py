@@ -40,6 +40,10 @@ from meshwright.profile.structure.split_rules import CannotSplit
 
 
 def dispatch_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if isinstance(func, types.FunctionType):
+        # Training may have replaced a loss by one that counts its targets, and torch's own one has come here under the
+        # name of the other.
+        func = getattr(func, "__wrapped__", func)
     name = function_name(func)
     if name in METADATA:
         with DisableTorchFunctionSubclass():

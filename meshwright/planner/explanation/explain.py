@@ -16,7 +16,7 @@ from meshwright.simulator.tensor.split_profile import replicate_split_parameters
 
 _GIB = 2**30
 _NOTABLE = 0.02  # communication with at least this share of the step is explained
-_COMMUNICATION = ("tensor", "pipeline", "replicate", "shard", "expert")
+_COMMUNICATION = ("context", "tensor", "pipeline", "replicate", "shard", "expert")
 _TERMS = {
     "compute": "computing",
     "launch": "starting operators",
@@ -24,6 +24,7 @@ _TERMS = {
     "optimizer": "the optimizer's step",
     "input": "reading input",
     "offload": "copying weights and gradients from and to CPU memory",
+    "context": "exchanging keys and values",
     "tensor": "communication of split layers",
     "pipeline": "sending between stages",
     "replicate": "combining gradients of replicas",
@@ -49,7 +50,7 @@ def explain(result: SearchResult, inputs: PlanningInputs) -> list[str]:
     sentences += host_memory(best.plan, best.prediction, inputs)
     sentences += _wide_layers(best, result, inputs)
     sentences += _branches(best, result, inputs)
-    sentences += _axes(best, inputs)
+    sentences += _axes(best, result.summary, inputs)
     sentences += _experts(best, result.summary, inputs)
     sentences += _communication(best, inputs)
     sentences += _runner_up(best, result, inputs)
@@ -263,8 +264,15 @@ def _branch_weights(priced: PricedPlan, summary: ModelSummary) -> str:
     return f"a rank trains and combines {most / 1e6:,.4g} of {total / 1e6:,.4g} MB of weights"
 
 
-def _axes(best: PricedPlan, inputs: PlanningInputs) -> list[str]:
+def _axes(best: PricedPlan, summary: ModelSummary, inputs: PlanningInputs) -> list[str]:
     axes, sentences = best.plan.axes, []
+    if axes.context > 1:
+        length = summary.sequence_length
+        sentences.append(
+            f"Context {axes.context}: activations of {length:,} tokens need"
+            f" {gib(best.prediction.memory.breakdown['activations'] * axes.context)} on one device, so each rank has"
+            f" {length // axes.context:,} of them. {_term_cost(best, 'context').capitalize()}."
+        )
     if axes.tensor > 1 and not best.candidate.sizes.placed_branches:
         link = _link_of(best, "tensor", inputs)
         sentences.append(

@@ -226,7 +226,7 @@ _WIDE = 100  # columns of a terminal in which a plan and its numbers fit on one 
 _SHARES = {
     "compute": ("compute",),
     "start": ("launch",),
-    "exchange": ("tensor", "pipeline", "replicate", "shard", "expert"),
+    "exchange": ("context", "tensor", "pipeline", "replicate", "shard", "expert"),
     "bubble": ("bubble",),
     "other": (),
 }

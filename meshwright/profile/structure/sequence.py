@@ -8,7 +8,6 @@ targets, stay whole, and each rank takes its part where they meet a divided tens
 
 from dataclasses import dataclass
 
-from meshwright.errors import InputError
 from meshwright.profile.structure.dataflow import Dataflow, ValueRef
 
 
@@ -21,29 +20,26 @@ class SequenceInput:
     length: int
 
 
-def find_sequence_inputs(flow: Dataflow) -> tuple[SequenceInput, ...]:
-    """Returns the inputs that can be divided by position. `flow` is a forward pass of the whole model. Raises an
-    `InputError` if the model has none, or no attention."""
+def find_sequence_inputs(flow: Dataflow) -> tuple[tuple[SequenceInput, ...], str]:
+    """Returns the inputs that can be divided by position, and the reason if there are none: an empty text if there are
+    some. `flow` is a forward pass of the model."""
     if not any(_is_attention(op.name) for op in flow.operators):
-        raise InputError(
-            "plan.axes.context is more than 1, which divides the sequences that attention mixes, but the model computes"
-            " no attention: set axes.context to 1, and use the other axes"
-        )
+        return (), "the model computes no attention, which mixes the positions of a sequence"
     found = {value: None for value in map(flow.root, _lookups(flow)) if _is_input(flow, value, 2)}
     if not found:
         features = (value for op in flow.operators for value in map(flow.root, op.inputs))
         found = {value: None for value in features if _is_input(flow, value, 3) and _has_features(flow, value)}
     inputs = [flow.values[value] for value in found]
     if not inputs:
-        raise InputError(
-            "plan.axes.context is more than 1, but no input of the model holds sequences: neither is one looked up in"
-            " an embedding table, nor has one the dimensions (batch, length, features): set axes.context to 1"
+        return (), (
+            "no input of the model holds sequences: neither is one looked up in an embedding table, nor has one the"
+            " dimensions (batch, length, features)"
         )
     return tuple(
         SequenceInput(value.name, dim, value.shape[dim])
         for value in inputs
         for dim in [1 if value.dtype.is_floating_point else len(value.shape) - 1]
-    )
+    ), ""
 
 
 def _is_attention(name: str) -> bool:

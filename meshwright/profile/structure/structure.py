@@ -22,6 +22,7 @@ from meshwright.profile.structure.branches import Branches, find_branches, outer
 from meshwright.profile.structure.cuts import BatchDimension, Cut, NoCut, find_cuts
 from meshwright.profile.structure.dataflow import Dataflow, record_dataflow
 from meshwright.profile.structure.pieces import find_pieces
+from meshwright.profile.structure.sequence import SequenceInput, find_sequence_inputs
 from meshwright.profile.structure.splits import SplitGroup, find_splits
 from meshwright.profile.structure.transformers_plans import with_transformers_splits
 from meshwright.profile.structure.vocabulary_splits import find_vocabulary_splits
@@ -46,7 +47,8 @@ class Structure:
     `pieces` are the names of the modules that pipeline stages are made of, in the order in which they run.
     `no_cut_reason` says why there are no cuts; it is empty if there are any. `found_in_evaluation` is True if the
     forward pass in training mode could not be traced, for example because random numbers or data decide which layers
-    run. The structure then describes the forward pass in evaluation mode.
+    run. The structure then describes the forward pass in evaluation mode. `sequences` are the inputs that ranks of the
+    context axis divide by position; `no_sequence_reason` says why there are none.
     """
 
     splits: tuple[SplitGroup, ...]
@@ -58,6 +60,8 @@ class Structure:
     branches: tuple[Branches, ...]
     ties: tuple[Tie, ...]
     found_in_evaluation: bool = False
+    sequences: tuple[SequenceInput, ...] = ()
+    no_sequence_reason: str = ""
 
     @cached_property
     def piece_ranges(self) -> tuple[tuple[int, int], ...]:
@@ -108,6 +112,7 @@ def find_structure(
     ):
         return find_structure(model, sample, target=target, merge_equal_blocks=False)
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    sequences, no_sequence_reason = find_sequence_inputs(flow)
     names = tuple(dict.fromkeys(_repeat(pieces.names, equal_blocks, str, _rename)))
     return Structure(
         splits=with_transformers_splits(
@@ -121,6 +126,8 @@ def find_structure(
         branches=tuple(_repeat_in_branches(branches, names, equal_blocks) for branches in find_branches(pieces)),
         ties=tuple(_ties(model)),
         found_in_evaluation=is_evaluation,
+        sequences=sequences,
+        no_sequence_reason=no_sequence_reason,
     )
 
 

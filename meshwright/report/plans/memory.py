@@ -13,6 +13,7 @@ from meshwright.report.units import bytes_text
 from meshwright.simulator.compute.chunked_loss import chunked_profile
 from meshwright.simulator.compute.compiled_profile import compiled_profile
 from meshwright.simulator.compute.operator_time import operator_s
+from meshwright.simulator.context import with_divided_tables, without_context
 from meshwright.simulator.memory.history import MemoryHistory, memory_histories
 from meshwright.simulator.memory.peak import MemoryPrediction, rank_memories
 from meshwright.simulator.predict import Prediction, device_memory
@@ -42,15 +43,17 @@ _FURTHER_COLOURS = (SERIES_COLOURS[3], SERIES_COLOURS[6])
 def memory_values(profile: ModelProfile, plan: Plan, prediction: Prediction, inputs: PlanningInputs) -> dict[str, Any]:
     """Returns the memory of the rank that needs most over one step, what is alive at its peak, and the peak of each
     pipeline rank, as plain values."""
-    batch, device = prediction.batch_per_rank, device_memory(inputs.cluster, inputs.checkpoint_copies)
+    batch = prediction.batch_per_rank / plan.axes.context
+    device = device_memory(inputs.cluster, inputs.checkpoint_copies)
     optimizer = inputs.optimizer.fused() if plan.compute.fused_optimizer else inputs.optimizer
-    executed = compiled_profile(chunked_profile(profile, plan.compute.loss_chunks), plan, batch)
+    divided = with_divided_tables(profile, plan)
+    executed = compiled_profile(chunked_profile(divided, plan.compute.loss_chunks), plan, batch)
     _, speeds = slowest_device(inputs.cluster, plan, OUR_RUNTIME)
 
     def seconds(operator: Operator, backward: bool) -> float:
         return operator_s(operator, batch, speeds, backward, profile.precision == "tf32")
 
-    arguments = (executed, plan, batch, optimizer, device)
+    arguments = (executed, without_context(plan), batch, optimizer, device)
     ranks = rank_memories(*arguments)
     histories = memory_histories(*arguments, seconds, prediction.timeline)
     most = max(range(len(histories)), key=lambda rank: ranks[rank].allocated_bytes)

@@ -209,9 +209,9 @@ def exchange_values(
 
 
 def _group(item: Exchange, plan: Plan, inputs: PlanningInputs) -> RankGroup:
-    if item.collective == "point_to_point":
+    if item.collective == "point_to_point" and item.axis == "pipeline":
         return max(neighbour_groups(plan.axes, inputs.cluster), key=lambda group: group.nodes)
-    axes = ("replicate", "shard") if item.axis == "data" else (item.axis,)
+    axes = ("replicate", "shard", "context") if item.axis == "data" else (item.axis,)
     return group_of_axes(plan.axes, axes, inputs.cluster)
 
 

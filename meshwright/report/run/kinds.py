@@ -34,7 +34,9 @@ _COMPUTING = ("prepare", "forward", "backward", "optimizer")
 # What the terms of a prediction's breakdown are.
 _PREDICTED = {
     **dict.fromkeys(("compute", "launch", "optimizer"), COMPUTING),
-    **dict.fromkeys(("tensor", "pipeline", "shard", "replicate", "branches", "servers", "offload"), EXCHANGING),
+    **dict.fromkeys(
+        ("context", "tensor", "pipeline", "shard", "replicate", "branches", "servers", "offload"), EXCHANGING
+    ),
     "bubble": FOR_OTHERS,
     "input": FOR_DATA,
 }

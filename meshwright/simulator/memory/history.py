@@ -52,7 +52,7 @@ class MemoryHistory:
 def memory_histories(
     profile: ModelProfile,
     plan: Plan,
-    batch: int,
+    batch: float,
     optimizer: OptimizerCost,
     device: DeviceMemory,
     operator_s: OperatorSeconds,
@@ -134,7 +134,9 @@ class _Recorder:
         return tuple(sorted(alive, key=lambda item: -item[2]))
 
 
-def _action_moments(work: RankStages, replayed: RankReplay, timeline: Timeline, rank: int, batch: int) -> list[_Moment]:
+def _action_moments(
+    work: RankStages, replayed: RankReplay, timeline: Timeline, rank: int, batch: float
+) -> list[_Moment]:
     actions, starts, ends = timeline.order[rank], timeline.starts_s[rank], timeline.ends_s[rank]
     peaks = action_peaks(work.stages, replayed.passes, actions, batch, replayed.earlier)
     moments: list[_Moment] = []

@@ -62,16 +62,27 @@ class MemoryPrediction:
     host_bytes: int = 0
     copy_bytes: int = 0
 
+    def with_temporary(self, size: int) -> "MemoryPrediction":
+        """The prediction with further temporary tensors at the peak."""
+        breakdown = {**self.breakdown, "temporaries": self.breakdown["temporaries"] + size}
+        return replace(
+            self,
+            breakdown=breakdown,
+            allocated_bytes=self.allocated_bytes + size,
+            reserved_bytes=self.reserved_bytes + size,
+            device_bytes=self.device_bytes + size,
+        )
+
 
 def predict_memory(
-    profile: ModelProfile, plan: Plan, batch: int, optimizer: OptimizerCost, device: DeviceMemory
+    profile: ModelProfile, plan: Plan, batch: float, optimizer: OptimizerCost, device: DeviceMemory
 ) -> MemoryPrediction:
     """The peak memory of the rank that needs most, if every microbatch of a rank has `batch` samples."""
     return max(rank_memories(profile, plan, batch, optimizer, device), key=lambda memory: memory.allocated_bytes)
 
 
 def rank_memories(
-    profile: ModelProfile, plan: Plan, batch: int, optimizer: OptimizerCost, device: DeviceMemory
+    profile: ModelProfile, plan: Plan, batch: float, optimizer: OptimizerCost, device: DeviceMemory
 ) -> list[MemoryPrediction]:
     """The peak memory of each pipeline rank; if ranks hold different branches, of each rank of the tensor axis."""
     # The stages of ranks that hold different branches are not named after the segments of the whole model.
@@ -96,7 +107,7 @@ class RankStages:
         return copy_bytes(_parameters(self.stages), buffers, plan, optimizer, self.whole)
 
 
-def rank_works(profile: ModelProfile, plan: Plan, batch: int) -> list[RankStages]:
+def rank_works(profile: ModelProfile, plan: Plan, batch: float) -> list[RankStages]:
     """What each pipeline rank holds and runs; if ranks hold different branches, each rank of the tensor axis."""
     ranks, schedule = plan.axes.pipeline, plan.pipeline.schedule
     if ranks > 1 and not plan.pipeline.cuts:
@@ -165,7 +176,7 @@ class RankReplay:
 def replay_rank(
     work: RankStages,
     plan: Plan,
-    batch: int,
+    batch: float,
     optimizer: OptimizerCost,
     device: DeviceMemory,
     equal: _EqualStages | None = None,
@@ -213,7 +224,7 @@ def replay_rank(
 
 
 def _rank_memory(
-    rank: RankReplay, plan: Plan, batch: int, optimizer: OptimizerCost, device: DeviceMemory
+    rank: RankReplay, plan: Plan, batch: float, optimizer: OptimizerCost, device: DeviceMemory
 ) -> MemoryPrediction:
     stages = rank.work.stages
     peak = _peak_of_actions(stages, rank.passes, rank.work.actions, batch, rank.earlier)
@@ -236,7 +247,7 @@ def _rank_memory(
 
 
 def live_by_kind(
-    live: LiveBytes, rank: RankReplay, plan: Plan, batch: int, optimizer: OptimizerCost, device: DeviceMemory
+    live: LiveBytes, rank: RankReplay, plan: Plan, batch: float, optimizer: OptimizerCost, device: DeviceMemory
 ) -> dict[str, int]:
     """All bytes in memory at one moment of a step, by kind: those that stay allocated, and `live`."""
     permanent, permanent_rounding = _permanent(rank.work.stages, plan, batch, optimizer, device)
@@ -265,7 +276,7 @@ def _peak_of_actions(
     stages: dict[int, StageProfile],
     passes: dict[int, PassPeaks],
     actions: Sequence[Action],
-    batch: int,
+    batch: float,
     earlier: LiveBytes,
 ) -> MemoryMoment:
     """The largest of `action_peaks`. There are many actions, so this adds up whole bytes. What they consist of is
@@ -299,7 +310,7 @@ def action_peaks(
     stages: dict[int, StageProfile],
     passes: dict[int, PassPeaks],
     actions: Sequence[Action],
-    batch: int,
+    batch: float,
     earlier: LiveBytes,
 ) -> Iterator[MemoryMoment]:
     """Yields the moment of each action with most bytes in memory. The memory during an action is that of its pass, plus
@@ -318,7 +329,7 @@ def action_peaks(
 
 
 def _saved_and_added(
-    stages: dict[int, StageProfile], passes: dict[int, PassPeaks], batch: int
+    stages: dict[int, StageProfile], passes: dict[int, PassPeaks], batch: float
 ) -> tuple[dict[int, LiveBytes], dict[tuple[int, str], LiveBytes]]:
     """The bytes that a forward pass of each stage leaves in memory, and those that each pass adds at its peak. A
     backward pass starts with the tensors that its own microbatch has saved, so these are counted once."""
@@ -352,7 +363,7 @@ def _gathered_weights(stage: StageProfile, plan: Plan) -> GatheredWeights:
 
 
 def _permanent(
-    stages: dict[int, StageProfile], plan: Plan, batch: int, optimizer: OptimizerCost, device: DeviceMemory
+    stages: dict[int, StageProfile], plan: Plan, batch: float, optimizer: OptimizerCost, device: DeviceMemory
 ) -> tuple[dict[str, float], float]:
     """The bytes that stay allocated during all of training, by name, and the bytes that the allocator's rounding adds
     to weights and optimizer state."""

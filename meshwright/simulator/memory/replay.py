@@ -116,7 +116,7 @@ class _ScaledChange(NamedTuple):
 
 def replay(
     profile: ModelProfile,
-    batch: int,
+    batch: float,
     rounding: Rounding,
     *,
     adds_gradients: bool,
@@ -139,7 +139,7 @@ def replay(
 def _replay_pass(
     profile: ModelProfile,
     phase: str,
-    batch: int,
+    batch: float,
     rounding: Rounding,
     start: LiveBytes,
     adds_gradients: bool,
@@ -194,7 +194,7 @@ def _replay_block(
 
 
 def _scaled_change(
-    change: MemoryChange, segment: TraceSegment, batch: int, rounding: Rounding, workspaces: bool
+    change: MemoryChange, segment: TraceSegment, batch: float, rounding: Rounding, workspaces: bool
 ) -> _ScaledChange:
     size = change.bytes.at(batch)
     extra = rounding(size) if size > 0 else -rounding(-size)
@@ -202,7 +202,7 @@ def _scaled_change(
     return _ScaledChange(change, size * change.tensor_count, extra * change.tensor_count, workspace)
 
 
-def _workspace_bytes(segment: TraceSegment, change: MemoryChange, batch: int) -> float:
+def _workspace_bytes(segment: TraceSegment, change: MemoryChange, batch: float) -> float:
     """The workspace bytes of the operator that has just returned this tensor; 0 for a change that frees a tensor."""
     is_result = change.bytes.constant + change.bytes.linear > 0 and change.after_operators
     return segment.operators[change.after_operators - 1].workspace_bytes.at(batch) if is_result else 0.0

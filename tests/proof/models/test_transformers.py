@@ -63,6 +63,10 @@ QUICK = {"llama: tensor", "llama: context", "bert: shard", "t5: replicate", "mix
 @pytest.mark.parametrize("case", all_but(QUICK, EACH))
 def test_a_model_with_its_own_loss_is_proved(two: RankPool, case: str, tmp_path: Path) -> None:
     name, axis = case.split(": ")
+    if axis == "context" and CASES[name].samples == "pictures":
+        with pytest.raises(RankFailure, match=r"no input of the model holds sequences"):
+            two.run(prove_model, name, axis, tmp_path)
+        return
     proof = two.run(prove_model, name, axis, tmp_path)[0]
     assert proof["equal"], proof["first_difference"]
     assert proof["max_relative_error"] <= 1e-9

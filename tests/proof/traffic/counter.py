@@ -33,9 +33,9 @@ MOST_CONTROL_NUMBERS = 4
 
 @dataclass(frozen=True)
 class CountedCollective:
-    """`count` collectives of `bytes` bytes each. `axis` is `data` if ranks of several of the axes replicate, shard and
-    expert take part, and None if those of several other axes do. `is_control` marks integers (sizes, flags), and at
-    most `MOST_CONTROL_NUMBERS` numbers of any kind, which no prediction states."""
+    """`count` collectives of `bytes` bytes each. `axis` is `data` if ranks of several of the axes replicate, shard,
+    expert and context take part, and None if those of several other axes do. `is_control` marks integers (sizes,
+    flags), and at most `MOST_CONTROL_NUMBERS` numbers of any kind, which no prediction states."""
 
     axis: str | None
     collective: Collective
@@ -151,7 +151,7 @@ def _axis_of(mesh: DeviceMesh | None, ranks: list[int]) -> str | None:
     coordinates = torch.stack([(mesh.mesh == rank).nonzero()[0] for rank in ranks])
     differing = (coordinates != coordinates[0]).any(0).tolist()
     axes = [axis for axis, differs in zip(mesh.mesh_dim_names or (), differing, strict=True) if differs]
-    if len(axes) > 1 and set(axes) <= {"replicate", "shard", "expert"}:
+    if len(axes) > 1 and set(axes) <= {"replicate", "shard", "expert", "context"}:
         return "data"
     return axes[0] if len(axes) == 1 else None
 

@@ -22,6 +22,7 @@ from meshwright.plan import Plan
 from meshwright.profile.optimizer import measure_optimizer_cost
 from meshwright.profile.tracing.trace import trace_profile
 from meshwright.profile.values import ModelProfile
+from meshwright.simulator.context import without_context
 from meshwright.simulator.memory.device_memory import CPU_MEMORY
 from meshwright.simulator.memory.peak import predict_memory
 from meshwright.simulator.traffic import exchanges
@@ -41,6 +42,8 @@ QUICK = (
     ("gpt", "S2 gradients"),
     ("gpt", "S2 optimizer"),
     ("gpt", "T2 sequence loss"),
+    ("gpt", "C2"),
+    ("gpt", "C2 ring full"),
     ("mnist", "S2P2 twice"),
     ("mixture", "R2E2 twice"),
 )
@@ -144,7 +147,8 @@ def check_held(kind: str, case: str, ranks: list[RankTraffic]) -> None:
     adam = measure_optimizer_cost(lambda parameters: torch.optim.AdamW(parameters), multi_tensor=False)
     # With temporaries this large the peak is in the optimizer step, where gradients are still held.
     at_step = replace(adam, temporary_ratio=1e6)
-    prediction = predict_memory(trace(kind, plan.memory.recompute), plan, BATCH // plan.shares, at_step, CPU_MEMORY)
+    batch = BATCH // plan.shares / plan.axes.context
+    prediction = predict_memory(trace(kind, plan.memory.recompute), without_context(plan), batch, at_step, CPU_MEMORY)
     assert prediction.peak_at == "optimizer step"
     predicted = {"gradients": prediction.breakdown.get("gradient buckets", 0), **prediction.breakdown}
     largest = max((held for *_, held in ranks), key=lambda held: sum(held.values()))

@@ -1,0 +1,164 @@
+"""What the context axis changes in a prediction. Ranks have the same samples, but each has 1/N of the tokens.
+
+    a rank's compute and activations   those of 1/N of the samples: all of them grow with the tokens   without_context
+    gradients and weights              exchanged and divided as if context ranks were shards, or replicas if there is no
+                                       shard axis                                                      without_context
+    keys and values                    of each attention: b bytes per rank, g those of their gradients key_value_bytes
+
+Seconds that the exchange of keys and values adds, with t the seconds of a rank's attention and p those of passing a
+message on (`attention_exchange_s`):
+
+                 forward                                backward
+    all_gather   all_gather N·b                         all_gather N·b + reduce_scatter N·g
+    ring         (N - 1) steps of p(b), each behind     (N - 1) steps of p(b) + p(g), each behind t / N; and one p(g)
+                 t / N of the attention
+
+Bytes in memory while a rank's queries attend (`exchanged_bytes`):
+
+    all_gather   N · (b + g)        ring   2 · b + 3 · g
+"""
+
+from dataclasses import dataclass, replace
+
+from meshwright.cluster.cluster import Cluster
+from meshwright.dtypes import ITEM_BYTES
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes
+from meshwright.profile.structure.structure import Structure
+from meshwright.profile.values import MemoryChange, ModelProfile, Operator, Phase
+from meshwright.simulator.communication.collectives import collective_s, overlap
+from meshwright.simulator.communication.placement import RankGroup, axis_groups
+from meshwright.simulator.compute.operator_time import DeviceSpeeds, operator_s
+from meshwright.simulator.tensor.messages import TensorMessage
+
+_GRADIENT_BYTES = 4  # gradients of keys and values are added up and sent in fp32
+
+
+def without_context(plan: Plan) -> Plan:
+    """The plan whose ranks exchange gradients and weights as those of `plan` do: context ranks are shards or, without a
+    shard axis, replicas."""
+    if plan.axes.context == 1:
+        return plan
+    axes = plan.axes.model_dump()
+    axes["shard" if plan.axes.shard > 1 else "replicate"] *= axes.pop("context")
+    return plan.model_copy(update={"axes": Axes(**axes)})
+
+
+@dataclass(frozen=True)
+class ContextExchange:
+    """How the ranks of a context axis exchange keys and values. `key_value_share` is the number of key-value heads per
+    query head."""
+
+    ranks: int
+    is_ring: bool
+    group: RankGroup
+    key_value_share: float
+
+
+def context_exchange(cluster: Cluster, structure: Structure | None, plan: Plan) -> ContextExchange | None:
+    """How a plan exchanges keys and values; None without a context axis."""
+    if plan.axes.context == 1:
+        return None
+    is_ring = plan.modules.attention_exchange == "ring"
+    group = axis_groups(plan.axes, cluster)["context"]
+    return ContextExchange(plan.axes.context, is_ring, group, _key_value_share(structure))
+
+
+def _key_value_share(structure: Structure | None) -> float:
+    """The number of key-value heads per query head, of the first attention of the model."""
+    groups = [group for group in structure.splits if group.heads] if structure else []
+    return (groups[0].kv_heads or groups[0].heads or 1) / (groups[0].heads or 1) if groups else 1.0
+
+
+def key_value_bytes(operator: Operator, batch: float, share: float) -> tuple[float, float]:
+    """Bytes of a rank's keys and values in one attention, and of their gradients in fp32. `batch` is the number of
+    samples whose compute the rank has. Attention of q queries has 4 · q FLOPs for each element of the keys."""
+    products = 10 if operator.computes_gradient else 4
+    queries = operator.shape[2].at(batch)
+    elements = 2 * share * operator.flops.at(batch) / (products * queries) if queries else 0.0
+    return elements * ITEM_BYTES.get(operator.dtype, _GRADIENT_BYTES), elements * _GRADIENT_BYTES
+
+
+def key_value_messages(profile: ModelProfile, plan: Plan, batch: float) -> list[TensorMessage]:
+    """The messages along the context axis in one microbatch. `profile` is that of the rank's stages, and `batch` the
+    number of samples whose compute the rank has. Sizes that the ranks do not divide are stated as if they did."""
+    ranks, is_ring = plan.axes.context, plan.modules.attention_exchange == "ring"
+    share = _key_value_share(profile.structure)
+    messages: list[TensorMessage] = []
+    for segment in profile.segments:
+        for operator in segment.operators:
+            if operator.kind != "attention":
+                continue
+            size, gradients = key_value_bytes(operator, batch, share)
+            times, forward = segment.block_count, segment.phase == "forward"
+            if is_ring:
+                messages.append(TensorMessage("point_to_point", size, (ranks - 1) * times, forward))
+            else:  # keys and values are gathered by themselves
+                messages.append(TensorMessage("all_gather", ranks * size / 2, 2 * times, forward))
+            if operator.computes_gradient and is_ring:
+                messages.append(TensorMessage("point_to_point", gradients, ranks * times, forward))
+            elif operator.computes_gradient:
+                messages.append(TensorMessage("reduce_scatter", ranks * gradients / 2, 2 * times, forward))
+    return messages
+
+
+def attention_exchange_s(
+    profile: ModelProfile,
+    phase: Phase,
+    batch: float,
+    speeds: DeviceSpeeds,
+    exchange: ContextExchange,
+    cluster: Cluster,
+) -> float:
+    """Seconds that the exchange of keys and values adds to a pass of one microbatch. `profile` is that of the rank's
+    stage, and `batch` the number of samples whose compute the rank has."""
+    tf32 = profile.precision == "tf32"
+    seconds = 0.0
+    for segment in profile.segments:
+        if segment.phase != phase:
+            continue
+        for operator in segment.operators:
+            if operator.kind == "attention":
+                busy_s = operator_s(operator, batch, speeds, phase == "backward", tf32)
+                seconds += segment.block_count * _call_s(operator, batch, busy_s, exchange, cluster)
+    return seconds
+
+
+def _call_s(operator: Operator, batch: float, busy_s: float, exchange: ContextExchange, cluster: Cluster) -> float:
+    """Seconds that one attention adds to its own `busy_s`."""
+    ranks, group = exchange.ranks, exchange.group
+    keys_values, gradients = key_value_bytes(operator, batch, exchange.key_value_share)
+    if not operator.computes_gradient:
+        gradients = 0.0
+    if not exchange.is_ring:
+        scatter_s = collective_s("reduce_scatter", ranks * gradients, group, cluster) if gradients else 0.0
+        return collective_s("all_gather", ranks * keys_values, group, cluster) + scatter_s
+    pass_on_s = collective_s("point_to_point", keys_values, group, cluster)
+    gradients_s = collective_s("point_to_point", gradients, group, cluster) if gradients else 0.0
+    exposed_s = overlap(busy_s / ranks, pass_on_s + gradients_s, cluster.kind).exposed_s
+    return (ranks - 1) * exposed_s + gradients_s
+
+
+def with_divided_tables(profile: ModelProfile, plan: Plan) -> ModelProfile:
+    """The profile of a rank's memory. Saved tensors that do not grow with the batch are tables of positions and masks,
+    of which a rank saves the rows of its own tokens."""
+    ranks = plan.axes.context
+    if ranks == 1:
+        return profile
+
+    def divided(change: MemoryChange) -> MemoryChange:
+        size = change.bytes
+        return (
+            replace(change, bytes=replace(size, constant=size.constant / ranks)) if change.role == "saved" else change
+        )
+
+    segments = tuple(replace(s, changes=tuple(divided(change) for change in s.changes)) for s in profile.segments)
+    return replace(profile, segments=segments)
+
+
+def exchanged_bytes(profile: ModelProfile, plan: Plan, batch: float, share: float) -> float:
+    """The most bytes of keys, values and their gradients that a rank has from other ranks at a time."""
+    attentions = [o for segment in profile.segments for o in segment.operators if o.kind == "attention"]
+    ranks, is_ring = plan.axes.context, plan.modules.attention_exchange == "ring"
+    sizes = [key_value_bytes(operator, batch, share) for operator in attentions]
+    return max((2 * b + 3 * g if is_ring else ranks * (b + g) for b, g in sizes), default=0.0)
