@@ -90,7 +90,7 @@ class BoundCalculator:
     _pass_seconds: dict[Candidate, _PassSeconds] = field(default_factory=dict)
     _largest_weights: dict[tuple[Any, ...], _WeightBytes] = field(default_factory=dict)
     _piece_sums: dict[tuple[int, str], PieceSums] = field(default_factory=dict)
-    _routed: dict[int, list[tuple[float, float, int]]] = field(default_factory=dict)
+    _routed: dict[float, list[tuple[float, float, int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         sent = sorted(piece.sent_bytes for piece in self.summary.pieces if piece.cuttable)
@@ -332,7 +332,7 @@ class BoundCalculator:
         )
         return one_microbatch / sizes.pipeline * candidate.microbatches
 
-    def _routed_bytes(self, batch: int) -> list[tuple[float, float, int]]:
+    def _routed_bytes(self, batch: float) -> list[tuple[float, float, int]]:
         if batch not in self._routed:
             self._routed[batch] = routed_bytes(self.summary.profile, batch)
         return self._routed[batch]

@@ -185,9 +185,10 @@ def with_gradient_algorithm(plan: Plan, profile: ModelProfile, cluster: Cluster)
     return plan.model_copy(update={"gradients": plan.gradients.model_copy(update={"algorithm": algorithm})})
 
 
-def with_attention_exchange(plan: Plan, predict: Callable[[Plan], Prediction]) -> Plan:
-    """Returns the plan with the exchange of keys and values that is predicted to be faster; without a context axis, the
-    plan itself."""
+def with_exchanges(plan: Plan, profile: ModelProfile, cluster: Cluster, predict: Callable[[Plan], Prediction]) -> Plan:
+    """Returns the plan with the exchanges that are predicted to be fastest: of gradients and, with a context axis, of
+    keys and values."""
+    plan = with_gradient_algorithm(plan, profile, cluster)
     if plan.axes.context == 1:
         return plan
     gathering = plan.model_copy(

@@ -35,13 +35,7 @@ from meshwright.plan import Plan
 from meshwright.planner.bounds import BoundCalculator, Bounds
 from meshwright.planner.branch_placement import find_branch_groups
 from meshwright.planner.candidates import RECOMPUTES, Candidate, candidate_series, plan_of, possible_axis_sizes
-from meshwright.planner.compute_variants import (
-    best_variant,
-    plan_that_fits,
-    traits_of,
-    with_attention_exchange,
-    with_gradient_algorithm,
-)
+from meshwright.planner.compute_variants import best_variant, plan_that_fits, traits_of, with_exchanges
 from meshwright.planner.inputs import NoPlanFits, PlanningInputs, accept_every_plan
 from meshwright.planner.model_summary import ModelSummary
 from meshwright.planner.preference import preferred
@@ -102,7 +96,7 @@ class _PlanSearch:
                 self.failed_recompute.add(recompute)  # some models cannot recompute their activations
                 return None
             self.summary.add_profile(recompute, profile)
-            plan = with_attention_exchange(with_gradient_algorithm(plan, profile, inputs.cluster), self.predict)
+            plan = with_exchanges(plan, profile, inputs.cluster, self.predict)
             self.priced[candidate] = PricedPlan(candidate, *plan_that_fits(plan, inputs, self.predict, profile))
             self._update_temporaries(self.priced[candidate])
         priced = self.priced[candidate]

@@ -4,6 +4,7 @@ from meshwright.cluster.cluster import Link
 from meshwright.plan import Plan
 from meshwright.planner.explanation.experts import explain_experts
 from meshwright.planner.explanation.host_memory import host_memory
+from meshwright.planner.explanation.sequences import sequences
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.model_summary import ModelSummary
 from meshwright.planner.preference import describe_preference
@@ -50,7 +51,8 @@ def explain(result: SearchResult, inputs: PlanningInputs) -> list[str]:
     sentences += host_memory(best.plan, best.prediction, inputs)
     sentences += _wide_layers(best, result, inputs)
     sentences += _branches(best, result, inputs)
-    sentences += _axes(best, result.summary, inputs)
+    sentences += sequences(best, result.summary)
+    sentences += _axes(best, inputs)
     sentences += _experts(best, result.summary, inputs)
     sentences += _communication(best, inputs)
     sentences += _runner_up(best, result, inputs)
@@ -264,15 +266,8 @@ def _branch_weights(priced: PricedPlan, summary: ModelSummary) -> str:
     return f"a rank trains and combines {most / 1e6:,.4g} of {total / 1e6:,.4g} MB of weights"
 
 
-def _axes(best: PricedPlan, summary: ModelSummary, inputs: PlanningInputs) -> list[str]:
+def _axes(best: PricedPlan, inputs: PlanningInputs) -> list[str]:
     axes, sentences = best.plan.axes, []
-    if axes.context > 1:
-        length = summary.sequence_length
-        sentences.append(
-            f"Context {axes.context}: activations of {length:,} tokens need"
-            f" {gib(best.prediction.memory.breakdown['activations'] * axes.context)} on one device, so each rank has"
-            f" {length // axes.context:,} of them. {_term_cost(best, 'context').capitalize()}."
-        )
     if axes.tensor > 1 and not best.candidate.sizes.placed_branches:
         link = _link_of(best, "tensor", inputs)
         sentences.append(

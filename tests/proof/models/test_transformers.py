@@ -14,7 +14,7 @@ from meshwright.plan import Plan
 from meshwright.proof.request import ProofRequest, UserModel
 from tests.proof.cases import prove_in_pool
 from tests.proof.models.transformers_models import CASES, Samples
-from tests.ranks import RankPool
+from tests.ranks import RankFailure, RankPool
 from tests.soaked import all_but
 
 PLANS: dict[str, dict[str, Any]] = {
