@@ -7,12 +7,8 @@ from dataclasses import replace
 from meshwright.proof.causes.batch_buffer import batch_buffer
 from meshwright.proof.causes.batch_norm import batch_norm
 from meshwright.proof.causes.clip import local_clip
-from meshwright.proof.causes.context.border import lost_targets
-from meshwright.proof.causes.context.past import wrong_past
-from meshwright.proof.causes.context.positions import wrong_positions
 from meshwright.proof.causes.coupled_samples import coupled_samples
 from meshwright.proof.causes.evidence import Cause, Evidence, Verdict
-from meshwright.proof.causes.experts import expert_gradients, lost_tokens
 from meshwright.proof.causes.optimizer import not_optimized
 from meshwright.proof.causes.precision import low_precision
 from meshwright.proof.causes.randomness import randomness
@@ -22,6 +18,10 @@ from meshwright.proof.causes.scale import scaled
 from meshwright.proof.causes.start import different_start
 from meshwright.proof.causes.targets import uneven_targets
 from meshwright.proof.causes.tied import tied_drift
+from meshwright.proof.causes.tokens.border import lost_targets
+from meshwright.proof.causes.tokens.experts import expert_gradients, lost_tokens
+from meshwright.proof.causes.tokens.past import wrong_past
+from meshwright.proof.causes.tokens.positions import wrong_positions
 from meshwright.proof.compare.errors import Difference, ExaminedCause
 
 Hypothesis = Callable[[Evidence], Verdict | None]

@@ -14,7 +14,7 @@ from meshwright.proof.exact_comparison import compare_with_evidence
 from meshwright.proof.record.record import record
 from meshwright.proof.request import ProofRequest
 from tests.proof.cases import proof_request
-from tests.proof.causes import faults, sequence_faults
+from tests.proof.causes import expert_faults, faults, sequence_faults
 from tests.proof.injected_fault import ComparesOwnSamples, InjectedFault, ScaledGradients
 from tests.proof.matrix_case import matrix_request
 from tests.ranks import RankPool
@@ -102,9 +102,12 @@ QUICK = [
     Control("wrong_samples", plain(R2), faults.SamplesOfRank0(), "rank 1 computed step 1 on 4 samples, 0 of the 4"),
     Control("not_optimized", plain(R2), faults.MissingInOptimizer(), "no rank has it in its optimizer"),
     Control("local_clip", plain(S2), faults.ClippedByLocalNorm(), "the norm of its own part"),
-    Control("lost_tokens", mixture("R2E2"), faults.RowsOnTheWay("lost"), "rows were lost on their way"),
+    Control("lost_tokens", mixture("R2E2"), expert_faults.RowsOnTheWay("lost"), "rows were lost on their way"),
     Control(
-        "expert_gradients", mixture("S2E2"), faults.ExpertsAveragedOverAll(), "also over the 2 ranks of the expert axis"
+        "expert_gradients",
+        mixture("S2E2"),
+        expert_faults.ExpertsAveragedOverAll(),
+        "also over the 2 ranks of the expert axis",
     ),
     Control("missing_reduction", plain(R2), faults.NoReplicaReduction(), "not reduced over the replicate axis"),
     Control("doubled_reduction", tying(T2), faults.TensorReducedTwice(), "reduced twice over the tensor axis of 2"),
@@ -131,7 +134,7 @@ QUICK = [
     Control("unknown", plain(S2), faults.StaleGradient()),
 ]
 SOAK = [
-    Control("lost_tokens", mixture("S2E2"), faults.RowsOnTheWay("doubled"), "rows were doubled on their way"),
+    Control("lost_tokens", mixture("S2E2"), expert_faults.RowsOnTheWay("doubled"), "rows were doubled on their way"),
     Control(
         "expert_gradients",
         mixture("R2E2"),
@@ -208,8 +211,8 @@ SOAK = [
     Control("unknown", bert("T2"), faults.NoisyGradient("decode.bias")),
 ]
 SOAK_OF_FOUR = [
-    Control("expert_gradients", mixture("R4E2"), faults.CopiesOfExpertsAlone(), "the 2 ranks that hold copies"),
-    Control("lost_tokens", mixture("R2P2E2"), faults.RowsOnTheWay("lost"), "rows were lost on their way"),
+    Control("expert_gradients", mixture("R4E2"), expert_faults.CopiesOfExpertsAlone(), "the 2 ranks that hold copies"),
+    Control("lost_tokens", mixture("R2P2E2"), expert_faults.RowsOnTheWay("lost"), "rows were lost on their way"),
     Control("tied_drift", bert("R2P2"), faults.DriftingTiedCopy(), "on stages 0 and 1"),
     Control("tied_drift", bert("S2P2"), faults.DriftingTiedCopy(), "on stages 0 and 1"),
     Control("missing_reduction", bert("R2T2"), faults.NoAveragerReduction(), "not reduced over the replicate axis"),

@@ -1,7 +1,7 @@
 """The cause `wrong_positions`: a rank of the context axis numbers its tokens from 0."""
 
-from meshwright.proof.causes.context.experiment import explain_by
 from meshwright.proof.causes.evidence import Evidence, Verdict
+from meshwright.proof.causes.tokens.experiment import explain_by
 from meshwright.proof.reference.wrong_sequences import LocalPositions
 
 

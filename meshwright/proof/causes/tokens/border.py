@@ -1,7 +1,7 @@
 """The cause `lost_targets`: targets are missing at the borders between the pieces of a divided sequence."""
 
-from meshwright.proof.causes.context.experiment import explain_by
 from meshwright.proof.causes.evidence import Evidence, Verdict
+from meshwright.proof.causes.tokens.experiment import explain_by
 from meshwright.proof.reference.wrong_sequences import LostTargets
 
 

@@ -1,7 +1,7 @@
 """The cause `wrong_past`: tokens attend to other tokens than on one device, because of how ranks divide them."""
 
-from meshwright.proof.causes.context.experiment import explain_by
 from meshwright.proof.causes.evidence import Evidence, Verdict
+from meshwright.proof.causes.tokens.experiment import explain_by
 from meshwright.proof.reference.wrong_sequences import FutureOfOtherRanks, OwnPastOnly
 
 
