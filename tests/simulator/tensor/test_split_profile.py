@@ -14,7 +14,7 @@ from meshwright.workloads.text.decoder import Decoder
 from tests.profile.models import scores_loss, small_model
 
 WIDE: dict[str, Any] = {
-    "layers": 4,
+    "layers": 6,
     "hidden": 64,
     "heads": 8,
     "sequence": 32,
