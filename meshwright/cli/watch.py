@@ -1,6 +1,7 @@
 """`meshwright watch`: the page of a run that is going on, served on this machine."""
 
 import json
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,7 @@ from meshwright.cli.options import AsJson, path_argument
 from meshwright.errors import InputError
 
 _LARGEST_PORT = 65_535
+_LOWEST_PRIORITY = 19
 
 
 def watch(
@@ -23,14 +25,14 @@ def watch(
 ) -> None:
     """Show a run in a browser while it goes on: ranks, steps, what they are doing, and the page of `report`. Ctrl-C
     ends it; the run goes on."""
-    from meshwright.report.run.watch import LOOPBACK, RunServer, lower_priority
+    _lower_priority()
+    from meshwright.report.run.watch import LOOPBACK, RunServer
 
     if address not in (LOOPBACK, "localhost"):
         raise InputError(
             f"--address {address}: the page is served on 127.0.0.1 only; from another machine, forward the port with"
             f" `ssh -L {port or 8000}:127.0.0.1:{port or 8000} THIS_MACHINE` and --port {port or 8000}"
         )
-    lower_priority()
     with RunServer(run, port) as server:
         if as_json:
             print(json.dumps({"url": server.url}), flush=True)
@@ -38,3 +40,9 @@ def watch(
             print(f"{run} is shown at {server.url} (Ctrl-C ends this, not the run)", flush=True)
         with suppress(KeyboardInterrupt):
             server.serve_forever()
+
+
+def _lower_priority() -> None:
+    """Lets the ranks of this machine go first, also while this process imports what it needs."""
+    with suppress(OSError):
+        os.nice(_LOWEST_PRIORITY)

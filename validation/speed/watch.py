@@ -103,6 +103,8 @@ def step_s(measured: Sequence[tuple[float, int]], begin: float, end: float) -> f
         for (earlier, _), (later, steps) in pairwise(measured)
         if begin <= earlier < later <= end
     ]
+    if not inside:
+        sys.exit(f"no window of {SMALLEST_WINDOW} steps lies in a turn of {end - begin:.0f} s: raise --seconds")
     return sum(seconds for seconds, _ in inside) / sum(steps for _, steps in inside)
 
 
@@ -124,8 +126,8 @@ def recording_s() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("job", nargs="?", default="mnist", choices=("mnist", "gpt"))
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=12.0, help="of a turn")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=15.0, help="of a turn")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, training(options.job, Path(folder)) as run:
         turns: list[tuple[float, float]] = []

@@ -9,7 +9,6 @@ another site that a browser is tricked into sending here (DNS rebinding) has ano
 refused.
 """
 
-import os
 import secrets
 import time
 from contextlib import suppress
@@ -22,7 +21,6 @@ from meshwright.report.page import Page, render_body, render_with_script
 from meshwright.report.run.page import run_page
 
 LOOPBACK = "127.0.0.1"
-_LOWEST_PRIORITY = 19
 _SHORTEST_AGE_S = 1.5  # a body younger than this is sent again
 _BUSY_SHARE = 0.02  # of the time may be spent making bodies
 _HEADERS = {
@@ -114,9 +112,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Prints nothing: a line for each request would hide the address."""
-
-
-def lower_priority() -> None:
-    """Lets the ranks of this machine go first."""
-    with suppress(OSError):
-        os.nice(_LOWEST_PRIORITY)
