@@ -192,7 +192,7 @@ def _peers(report: Mapping[str, Any]) -> list[Section]:
                 _ratio(row["ratio"]),
                 *(_ratio(value) for value in row["spread"]),
                 Cell(
-                    "not a number" if row.get("final_loss") is None else f"{row['final_loss']:.5g}",
+                    _loss_text(row.get("final_loss"), is_ranked),
                     row.get("final_loss"),
                     "" if is_ranked else "bad",
                 ),
@@ -200,7 +200,7 @@ def _peers(report: Mapping[str, Any]) -> list[Section]:
             )
             for row, is_ranked in zip(rows, ranked, strict=True)
         ],
-        note="A loss in another colour is too far from ours: that library did not train the same.",
+        note="A loss that differs is too far from ours: that library did not train the same.",
     )
     left_out = [(name, reason) for name, reason in (report.get("left_out") or {}).items()]
     facts = [(key.replace("_", " "), str(report[key])) for key in ("ranks", "precision", "steps") if report.get(key)]
@@ -211,6 +211,10 @@ def _peers(report: Mapping[str, Any]) -> list[Section]:
         Section("Speed", "Longer is faster. The thin line is the lowest and the highest round.", [chart]),
         Section("All libraries", "", tables),
     ]
+
+
+def _loss_text(loss: float | None, is_ranked: bool) -> str:
+    return f"{'not a number' if loss is None else f'{loss:.5g}'}{'' if is_ranked else ' (differs)'}"
 
 
 def _ratio_chart(

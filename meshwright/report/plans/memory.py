@@ -26,18 +26,18 @@ _MOST_ALIVE = 20
 _SMALL = 0.005  # kinds that never reach this share of the peak are drawn as one
 _OTHER = "other"
 _ROLES = {"saved": "activation"}
-# A kind has the same colour on every page. Kinds that are not listed here have the last ones.
+# A kind has the same colour on every page. Kinds that are not listed here are small.
 _COLOURS = {
     "weights": SERIES_COLOURS[0],
     "optimizer state": SERIES_COLOURS[1],
     "gradients": SERIES_COLOURS[2],
     "gradient buckets": SERIES_COLOURS[2],
+    "gathered weights": SERIES_COLOURS[3],
     "activations": SERIES_COLOURS[4],
     "temporaries": SERIES_COLOURS[5],
-    "allocator rounding": NEUTRAL,
-    _OTHER: SERIES_COLOURS[7],
+    "reduction buffers": SERIES_COLOURS[6],
+    "workspace": SERIES_COLOURS[7],
 }
-_FURTHER_COLOURS = (SERIES_COLOURS[3], SERIES_COLOURS[6])
 
 
 def memory_values(profile: ModelProfile, plan: Plan, prediction: Prediction, inputs: PlanningInputs) -> dict[str, Any]:
@@ -127,8 +127,8 @@ def _merged(series: Mapping[str, list[float]], peak: float) -> dict[str, list[fl
     return {name: sizes for name, sizes in merged.items() if any(sizes)}
 
 
-def _colour(kind: str, number: int) -> str:
-    return _COLOURS.get(kind) or _FURTHER_COLOURS[number % len(_FURTHER_COLOURS)]
+def _colour(kind: str) -> str:
+    return _COLOURS.get(kind, NEUTRAL)
 
 
 def _history_chart(values: Mapping[str, Any], details: Mapping[str, Any]) -> Chart:
@@ -146,11 +146,11 @@ def _history_chart(values: Mapping[str, Any], details: Mapping[str, Any]) -> Cha
             "y": sizes,
             "customdata": points["where"],
             "stackgroup": "memory",
-            "line": {"width": 0.5, "color": _colour(name, number), "shape": "hv"},
-            "fillcolor": _colour(name, number),
+            "line": {"width": 0.5, "color": _colour(name), "shape": "hv"},
+            "fillcolor": _colour(name),
             "hovertemplate": f"%{{fullData.name}}: %{{y:.3g}} GiB<br>%{{customdata}}, %{{x:.4g}} {unit}<extra></extra>",
         }
-        for number, (name, sizes) in enumerate(_merged(points["bytes"], totals[peak]).items())
+        for name, sizes in _merged(points["bytes"], totals[peak]).items()
     ]
     at_peak = {"x": times[peak], "y": totals[peak] / GIB, "text": f"peak {bytes_text(totals[peak])}", "showarrow": True}
     annotation = at_peak | {"arrowcolor": INK, "ax": 40 if times[peak] < times[-1] / 2 else -40, "ay": -24}
@@ -181,8 +181,7 @@ def _ranks_chart(values: Mapping[str, Any], details: Mapping[str, Any]) -> Chart
     series = {kind: [rank["breakdown"].get(kind, 0) for rank in ranks] for kind in kinds}
     names = [f"rank {number}" for number in range(len(ranks))]
     traces = [
-        bars(name, names, sizes, "%{x}: %{y:.3g} GiB", _colour(name, number))
-        for number, (name, sizes) in enumerate(_merged(series, peak).items())
+        bars(name, names, sizes, "%{x}: %{y:.3g} GiB", _colour(name)) for name, sizes in _merged(series, peak).items()
     ]
     layout: dict[str, Any] = {"barmode": "stack", "showlegend": True}
     capacity = details.get("capacity_bytes")
