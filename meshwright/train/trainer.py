@@ -43,8 +43,7 @@ from meshwright.train.stop_agreement import StopAgreement
 
 
 class Trainer:
-    """The training loop of one rank. Only rank 0 prints, logs and writes the result; all ranks save checkpoints
-    together."""
+    """The training loop of one rank. Only rank 0 prints, logs and writes the result; all ranks save together."""
 
     def __init__(
         self,
@@ -78,7 +77,7 @@ class Trainer:
         self.divergence = DivergenceMonitor(job.train.on_nonfinite, job.train.on_spike)
         self.left_out: set[tuple[int, int]] = set()  # the epoch and index of batches that are not trained on
         self.callbacks = Callbacks(build_callbacks(job), CallbackRun(job, session, world, folder), self._report)
-        self.stragglers = StragglerWatch(folder.times, world.size)
+        self.stragglers = StragglerWatch(folder.times, world.size, lambda line: self.display.line(line))
         self.told_not_saved = False  # whether the user knows that the weights are not finite
 
     def run(self, stop: StopRequest) -> bool:
@@ -243,8 +242,7 @@ class Trainer:
         self.heartbeat.update(steps, "log")
         values = {"loss": loss, "lr": self.session.optimizer.param_groups[0]["lr"], "samples_per_s": rate}
         self.metrics_log.write("train", steps, batch.epoch, values)
-        if straggler := self.stragglers.look():
-            self.display.line(f"warning: {straggler}")
+        self.stragglers.look()
 
     # ---- steps that are left out
 
@@ -397,3 +395,6 @@ class Trainer:
         kind = "GPU" if self.world.device.type == "cuda" else "CPU rank"
         plural = "s" if self.world.size > 1 else ""
         return f"{self.world.size} {kind}{plural} ({self.session.plan.summary()}) in {self.folder.path}"
+
+    def _peak_memory_bytes(self) -> int:
+        return largest_peak_memory_bytes(self.world)

@@ -8,7 +8,7 @@ are those of the host, so a slow device is not seen, but a slow loader is."""
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -22,23 +22,23 @@ Seconds = Mapping[str, float]  # by activity, of one window
 
 
 class StragglerWatch:
-    """Looks for a slow rank when steps are logged. `folder` has the files of times."""
+    """Looks for a slow rank when steps are logged. `folder` has the files of times. `tell` gets a line for the user."""
 
-    def __init__(self, folder: Path, ranks: int) -> None:
+    def __init__(self, folder: Path, ranks: int, tell: Callable[[str], None]) -> None:
+        self._tell = tell
         self._folder = folder
         self._ranks = ranks
         self._slow_rank = ""  # in the window before
         self._line: str | None = None
 
-    def look(self) -> str | None:
-        """Returns a line about a rank that is slow for the second window in a row; None after it was returned once."""
+    def look(self) -> None:
+        """Tells the user, once, of a rank that is slow for the second window in a row."""
         line = describe_straggler(self._folder, self._ranks) if self._line is None else None
-        if line is None:
-            return None
-        rank, before = line.partition(" is ")[0], self._slow_rank
+        rank, before = line.partition(" is ")[0] if line else "", self._slow_rank
         self._slow_rank = rank
-        self._line = line if rank == before else None
-        return self._line
+        if line and rank == before:
+            self._line = line
+            self._tell(f"warning: {line}")
 
     def result(self) -> dict[str, str]:
         """What result.json says about it."""
