@@ -395,6 +395,3 @@ class Trainer:
         kind = "GPU" if self.world.device.type == "cuda" else "CPU rank"
         plural = "s" if self.world.size > 1 else ""
         return f"{self.world.size} {kind}{plural} ({self.session.plan.summary()}) in {self.folder.path}"
-
-    def _peak_memory_bytes(self) -> int:
-        return largest_peak_memory_bytes(self.world)

@@ -7,7 +7,7 @@ runs/mnist-0001/
   metrics.jsonl         one line per logged step or evaluation
   events/               TensorBoard
   checkpoints/          step-…, and the link `best`
-  logs/                 one file per rank
+  logs/                 one file per rank, and reports of ranks that were stuck (stall-1.txt)
   times/                one file per rank: what its time was spent on; recoveries.jsonl: how long recoveries took
   record/               the first steps, with `train --record`
   copies.json           the name and the number that its copies have, with `checkpoint.copy_to`
