@@ -23,6 +23,9 @@ from meshwright.launch.token.signed_store import SignedStore
 
 _ATTEMPT_S = 1.0  # how long one attempt to reach the store may take
 _LOST_S = 60.0  # how long an answer of the store may take
+# How long machines wait for more of them when there are enough. A run that has lost a machine goes on after this time
+# and the 15 seconds after which torch takes the machine for lost.
+_LAST_CALL_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ def join_rendezvous(
         min_nodes=node.nodes.least,
         max_nodes=node.nodes.most,
         local_addr=f"{node.rank:06d} {platform.node()}",  # machines are ordered by this text
-        timeout=RendezvousTimeout(join=timedelta(seconds=timeout_s)),
+        timeout=RendezvousTimeout(join=timedelta(seconds=timeout_s), last_call=timedelta(seconds=_LAST_CALL_S)),
     )
     handler.node, handler.backend, handler.signed = node, backend, store
     return handler
