@@ -4,13 +4,16 @@
 One run of two CPU ranks goes on all the time. In turns of some seconds, `meshwright watch` serves its page, which is
 asked for every three seconds as a browser does, and does not. The seconds of a step come from the file of rank 0 in the
 folder `times`; a window that lies in two turns is left out. A ratio compares a turn with `watch` with the turns without
-before and after it. The browser is left out: where it draws the page on the machine that trains, it costs more.
+before and after it. The browser is left out: where it draws the page on the machine that trains, it costs more. Other
+programs change the ratio, so the processor time of the server is printed, too: its share of all cores is the most that
+it can take from a step that keeps all of them busy.
 
 Then the recording alone is timed: the calls that a rank makes in a step, on one thread, without a model.
 """
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -25,6 +28,7 @@ from statistics import mean, median
 
 import torch
 
+from meshwright.cluster.cores import usable_cores
 from meshwright.launch.world import World
 from meshwright.train.output.activity_times import SMALLEST_WINDOW, ActivityTimes, times_file
 from meshwright.train.output.folder import RunFolder
@@ -64,13 +68,13 @@ def training(job: str, output: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def watching(folder: Path) -> Iterator[str]:
-    """Serves the page of a run until the block ends; the value is its address."""
+def watching(folder: Path) -> Iterator[tuple[str, int]]:
+    """Serves the page of a run until the block ends; the value is its address, and the process that serves it."""
     command = [sys.executable, "-m", "meshwright", "watch", str(folder), "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
-        yield json.loads(process.stdout.readline())["url"]
+        yield json.loads(process.stdout.readline())["url"], process.pid
     finally:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
@@ -85,6 +89,12 @@ def ask_for(url: str, seconds: float) -> None:
             answer.read()
         address = f"{url}body"
         time.sleep(max(0.0, min(LIVE_S, end - time.monotonic())))
+
+
+def cpu_s(pid: int) -> float:
+    """The processor seconds that a process has taken."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # user and system
 
 
 def windows(folder: Path) -> list[tuple[float, int]]:
@@ -131,12 +141,14 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, training(options.job, Path(folder)) as run:
         turns: list[tuple[float, float]] = []
+        shares: list[float] = []
         for _ in range(options.rounds):
             turns.append(_idle_turn(options.seconds))
-            with watching(run) as url:
-                begin = time.time()
+            with watching(run) as (url, server):
+                begin, cpu_before_s = time.time(), cpu_s(server)
                 ask_for(url, options.seconds)
                 turns.append((begin, time.time()))
+                shares.append((cpu_s(server) - cpu_before_s) / (turns[-1][1] - begin))
         turns.append(_idle_turn(options.seconds))
         measured = windows(run)
     steps = [step_s(measured, begin, end) for begin, end in turns]
@@ -145,6 +157,11 @@ def main() -> None:
     print(
         f"{options.job}: {typical * 1e3:.1f} ms a step without watch; with it {median(ratios) - 1:+.2%}"
         f" (from {min(ratios) - 1:+.2%} to {max(ratios) - 1:+.2%}, {options.rounds} rounds)"
+    )
+    cores = usable_cores()
+    print(
+        f"the server takes {median(shares):.2%} of one core (from {min(shares):.2%} to {max(shares):.2%}),"
+        f" {median(shares) / cores:.2%} of {cores} cores"
     )
     unwatched = [later / earlier - 1 for earlier, later in pairwise(steps[::2])]
     print(f"turns without watch differ from the next one by up to {max(map(abs, unwatched)):.2%}")
