@@ -72,8 +72,7 @@ class Trainer:
         self.checkpoints = RunCheckpoints(folder, world, job.checkpoint, lambda line: self.display.line(line))
         self.saved_step: int | None = None
         self.best: BestCheckpoint | None = None
-        self.recorded_steps = recorded_steps
-        self.predicted_step_s = predicted_step_s
+        self.recorded_steps, self.predicted_step_s = recorded_steps, predicted_step_s
         self.divergence = DivergenceMonitor(job.train.on_nonfinite, job.train.on_spike)
         self.left_out: set[tuple[int, int]] = set()  # the epoch and index of batches that are not trained on
         self.callbacks = Callbacks(build_callbacks(job), CallbackRun(job, session, world, folder), self._report)
@@ -303,7 +302,11 @@ class Trainer:
         """Evaluates, logs the metrics, and saves a checkpoint if it is the best so far. Returns False if `stop`
         interrupted the evaluation; None for `stop` means that nothing can interrupt it."""
         self.meter.pause()
-        interrupted = (lambda: stop.requested) if stop else (lambda: False)
+
+        def interrupted() -> bool:
+            self.heartbeat.go_on()
+            return stop is not None and stop.requested
+
         with self.display.activity("evaluating"):
             values = self.session.evaluate(
                 self.eval_set, self.metrics, self.job.train.global_batch, self.loading, interrupted

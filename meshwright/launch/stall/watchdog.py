@@ -100,6 +100,7 @@ class Watchdog:
             now, changes = time.monotonic(), self._heartbeat.changes
             if changes != seen:
                 seen, since, has_reported = changes, now, False
+                self._error = None  # the loop has caught it, and goes on
                 continue
             try:
                 self._note_place()
