@@ -110,7 +110,7 @@ def test_the_json_of_a_plan_has_the_fields_that_scripts_rely_on(folder: Path, ru
     assert report["best"] == report["ranked"][0]
     assert len(report["ranked"]) == 2
     for entry in report["ranked"]:
-        assert set(entry) == {"plan", "summary", "step_s", "memory_bytes", "breakdown", "based_on"}
+        assert set(entry) == {"plan", "summary", "step_s", "memory_bytes", "breakdown", "based_on", "untested"}
         assert sum(entry["breakdown"].values()) == pytest.approx(entry["step_s"])
         assert Plan.model_validate(entry["plan"]).summary() == entry["summary"]
     assert all(set(entry) == {"plan", "reason"} for entry in report["rejected"])
