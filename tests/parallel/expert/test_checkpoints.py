@@ -1,0 +1,67 @@
+"""Checkpoints of divided experts hold whole weights and optimizer state, and load under other plans."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import meshwright as mw
+from meshwright.plan import Plan
+from meshwright.train.session import Session
+from meshwright.workloads.text.decoder import NextTokenLoss
+from tests.proof.models.transformers_models import ListedMixture
+from tests.ranks import RankPool
+from tests.zoo import LENGTH, WORDS, mixture
+
+PLANS: tuple[dict[str, int], ...] = (
+    {"shard": 4, "expert": 2},
+    {"replicate": 4, "expert": 4},
+    {"shard": 4},
+    {"replicate": 2, "shard": 2, "expert": 2},
+)
+
+
+def tokens(kind: str, size: int) -> Any:
+    values = torch.randint(0, WORDS, (size, LENGTH), generator=torch.Generator().manual_seed(3))
+    if kind == "stacked":
+        return values, values
+    ids = values % 32
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+
+def session_under(axes: dict[str, int], kind: str) -> Session:
+    torch.manual_seed(5)
+    model = mixture() if kind == "stacked" else ListedMixture()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loss = NextTokenLoss() if kind == "stacked" else None
+    return mw.parallelize(
+        model, optimizer, loss=loss, plan=Plan.model_validate({"axes": axes}), sample_batch=tokens(kind, 8)
+    )
+
+
+def save_and_load(rank: int, size: int, kind: str, axes: list[dict[str, int]], folder: Path) -> None:
+    """Trains a step under each plan, and goes on from its checkpoint under the next one."""
+    batch = tokens(kind, 8)
+    rows = slice(rank * 2, rank * 2 + 2)
+    share = tuple(t[rows] for t in batch) if isinstance(batch, tuple) else {n: t[rows] for n, t in batch.items()}
+    expected: dict[str, Tensor] | None = None
+    for number, of_plan in enumerate(axes):
+        session = session_under(of_plan, kind)
+        if number:
+            session.load(folder / str(number - 1))
+            assert expected is not None
+            loaded = session.state_dict()
+            assert loaded.keys() == expected.keys()
+            assert all(torch.equal(loaded[name], value) for name, value in expected.items())
+        session.step(share)
+        expected = {name: value.clone() for name, value in session.state_dict().items()}
+        session.save(folder / str(number))
+
+
+def test_a_run_with_stacked_experts_goes_on_under_other_plans(four: RankPool, tmp_path: Path) -> None:
+    four.run(save_and_load, "stacked", list(PLANS), tmp_path)
+
+
+def test_a_run_with_a_list_of_experts_goes_on_under_other_plans(four: RankPool, tmp_path: Path) -> None:
+    four.run(save_and_load, "list", list(PLANS[1:]), tmp_path)
