@@ -18,6 +18,7 @@ from torch import nn
 from meshwright.blocks.module_names import enclosing_modules, is_inside
 from meshwright.errors import InputError
 from meshwright.profile.equal_blocks import EqualBlocks, find_equal_blocks
+from meshwright.profile.experts import find_expert_layers
 from meshwright.profile.structure.branches import Branches, find_branches, outermost_modules
 from meshwright.profile.structure.cuts import BatchDimension, Cut, NoCut, find_cuts
 from meshwright.profile.structure.dataflow import Dataflow, record_dataflow
@@ -103,6 +104,9 @@ def find_structure(
         )
     pieces = find_pieces(model, flow)
     cuts, no_cuts = find_cuts(pieces, larger, _BATCHES)
+    router = next((layer.module for layer in find_expert_layers(model) if layer.kind == "list"), None)
+    if router is not None:  # a stage without the router could not decide which experts are called
+        cuts, no_cuts = (), ()
     groups = find_splits(flow)
     groups = (*find_vocabulary_splits(flow, groups), *groups)
     if (
@@ -122,7 +126,7 @@ def find_structure(
         pieces=names,
         cuts=_repeat(cuts, equal_blocks, lambda cut: cut.after, _rename_in_cut),
         no_cuts=_repeat(no_cuts, equal_blocks, lambda no_cut: no_cut.after, _rename_in_no_cut),
-        no_cut_reason=_no_cut_reason(pieces.names, cuts, no_cuts),
+        no_cut_reason=_no_cut_reason(pieces.names, cuts, no_cuts, router),
         branches=tuple(_repeat_in_branches(branches, names, equal_blocks) for branches in find_branches(pieces)),
         ties=tuple(_ties(model)),
         found_in_evaluation=is_evaluation,
@@ -161,7 +165,11 @@ def _has_same_operators(flow: Dataflow, other: Dataflow) -> bool:
     return [op.name for op in flow.operators] == [op.name for op in other.operators]
 
 
-def _no_cut_reason(pieces: tuple[str, ...], cuts: tuple[Cut, ...], no_cuts: tuple[NoCut, ...]) -> str:
+def _no_cut_reason(
+    pieces: tuple[str, ...], cuts: tuple[Cut, ...], no_cuts: tuple[NoCut, ...], router: str | None
+) -> str:
+    if router is not None:
+        return f"the values of tensors decide which modules of its list of experts {router or 'the model'} calls"
     if cuts:
         return ""
     if not no_cuts:
