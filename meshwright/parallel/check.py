@@ -129,11 +129,6 @@ def check_runnable(plan: Plan) -> None:
 def _check_axes(plan: Plan) -> None:
     axes = plan.axes
     check_expert_axis(plan)
-    if axes.context > 1 and axes.expert > 1:
-        raise InputError(
-            f"plan.axes.context is {axes.context} and plan.axes.expert is {axes.expert}, which cannot be executed"
-            " together yet: set one of them to 1"
-        )
     if axes.context > 1 and has_assigned_branches(plan):
         raise InputError(
             f"plan.axes.context is {axes.context}, and plan.modules.branches places parts of the model on ranks, which"

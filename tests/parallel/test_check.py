@@ -154,7 +154,7 @@ def test_an_expert_axis_needs_experts() -> None:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ({"axes": {"replicate": 2, "context": 2, "expert": 2}}, "context is 2 and plan.axes.expert is 2"),
+        ({"axes": {"replicate": 2, "context": 2, "expert": 2}}, "plan.axes.context is 2, and they do not go together"),
         ({"axes": {"context": 2, "tensor": 2}, "modules": {"branches": {"a": 1}}}, "plan.modules.branches places"),
         ({"axes": {"context": 2}, "numerics": {"precision": "fp8"}}, "plan.numerics.precision is fp8"),
         ({"axes": {"context": 2}, "compute": {"loss_chunks": 2}}, "sequences that are divided"),

@@ -129,9 +129,8 @@ def _memory(best: PricedPlan, summary: ModelSummary, inputs: PlanningInputs) -> 
     states_bytes = summary.profile.parameter_bytes + trained_bytes * (1 + inputs.optimizer.state_ratio)
     memory_bytes, device = inputs.device.memory_bytes, inputs.device.name
     axes = best.plan.axes
-    dividing = [
-        f"{name} {getattr(axes, name)}" for name in ("shard", "tensor", "pipeline", "expert") if getattr(axes, name) > 1
-    ]
+    names = ("shard", *["context"] * (axes.shard > 1), "tensor", "pipeline", "expert")  # context ranks are shards, too
+    dividing = [f"{name} {getattr(axes, name)}" for name in names if getattr(axes, name) > 1]
     if best.candidate.sizes.splits_wide_layers:
         dividing.append("splitting the wide layers")
     used = f"The plan uses {gib(best.needed_bytes)} of the {gib(memory_bytes)} of one {device}"
