@@ -1,9 +1,11 @@
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from meshwright.errors import InputError
 from meshwright.workloads.text.text_files import PIECE_BYTES, text_files, text_pieces
+from meshwright.workloads.text.text_generated import FACTOR, NOISE, SHIFT, WORDS, generated_text, generated_word
 
 
 def test_all_files_except_hidden_ones_are_listed_in_a_fixed_order(tmp_path: Path) -> None:
@@ -48,3 +50,13 @@ def test_an_incomplete_character_at_the_end_of_a_file_is_an_error(tmp_path: Path
     file.write_bytes(b"a" * (PIECE_BYTES - 1) + b"\xe2")
     with pytest.raises(InputError, match="line 1: byte 1 is not"):
         list(text_pieces(file, "fatal"))
+
+
+def test_words_are_different_and_nearly_always_follow_the_rule() -> None:
+    numbers = {generated_word(number): number for number in range(WORDS)}
+    assert len(numbers) == WORDS
+    text = [numbers[word] for word in generated_text(3, 4000).split()]
+    assert len(text) == 4000
+    rule_share = sum((FACTOR * a + SHIFT) % WORDS == b for a, b in pairwise(text)) / 3999
+    assert 1 - 1.3 * NOISE < rule_share < 1 - 0.7 * NOISE
+    assert generated_text(3, 50) == generated_text(3, 50) != generated_text(4, 50)
