@@ -143,9 +143,9 @@ def test_an_elastic_run_takes_in_a_machine(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_an_elastic_run_goes_on_with_fewer_machines_and_takes_one_in_that_comes_back(tmp_path: Path) -> None:
-    steps = 150 * 17
+    steps = 60 * 17
     log = {**JOB["log"], "eval_every_steps": 5000}
-    job = {**JOB, "train": {**JOB["train"], "epochs": 150}, "log": log}
+    job = {**JOB, "train": {**JOB["train"], "epochs": 60}, "log": log}
     machines = Machines(tmp_path, "1:2", job)
     first, second = machines.start(0), machines.start(1)
     wait_for(machines.run, rank=1, step=20)
