@@ -29,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(meshwright.train.run, "launch", fail_on_start)
     # Commands prepare the start of ranks with a new Python process that imports torch, which no test here uses.
-    monkeypatch.setattr(fork_server, "preloaded", lambda module: nullcontext())
+    monkeypatch.setattr(fork_server, "preloaded", lambda module, spare=True: nullcontext())
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(JOB))
     return tmp_path
 

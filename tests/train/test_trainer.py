@@ -102,6 +102,9 @@ def test_a_finished_run_has_a_result_metrics_and_a_checkpoint(tmp_path: Path) ->
         "measured_step_s",
         "save_stall_s",
         "save_s",
+        "recovery_s",
+        "recovery_parts_s",
+        "spare_memory_bytes",
         "peak_memory_bytes",
     }
     assert (result["steps"], result["run"], set(result["metrics"])) == (STEPS, str(tmp_path), {"accuracy", "loss"})

@@ -61,9 +61,9 @@ def hovering_over_a_candidate_shows_its_plan_and_the_reason(page: Any) -> None:
 
 
 def modules_unfold_and_folded_blocks_say_how_many_they_are(page: Any) -> None:
-    inner = page.locator(".modules .name:text-is('down')").first
+    inner = page.locator(".tree .name:text-is('down')").first
     assert not inner.is_visible()
-    page.locator(".modules summary:has-text('6 × Block')").click()
+    page.locator(".tree summary:has-text('6 × Block')").click()
     assert inner.is_visible()
 
 
