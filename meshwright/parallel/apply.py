@@ -181,7 +181,7 @@ def _divide(
     if structure and mesh and (plan.axes.tensor > 1 or plan.modules.splits):
         layouts |= split_modules(models, plan, structure, mesh)
     # Experts after other layers: the split layers of a list of experts are on their ranks already.
-    experts = divide_experts(models, plan, _required(mesh)) if plan.axes.expert > 1 else None
+    experts = divide_experts(models, plan, _required(mesh), device) if plan.axes.expert > 1 else None
     layouts |= experts.layouts if experts else {}
     return _LocalModel(local_module, models, stages, branches, layouts, experts.loads if experts else None)
 

@@ -176,11 +176,19 @@ def _products(segment: TraceSegment, layer: RoutedExperts, numbers: Iterable[int
 def _row_bytes(segment: TraceSegment, layer: RoutedExperts, numbers: Iterable[int]) -> BatchPolynomial:
     """The bytes of the rows that a rank routes, as a function of the batch."""
     rows = BatchPolynomial(0.0, 0.0)
+    numbers = list(numbers)
     for product in _products(segment, layer, numbers):
         count, width = product.shape[1], max(1.0, product.shape[3].at(1))
-        size = width * ITEM_BYTES.get(product.dtype, 4)
+        size = width * _item_bytes(segment, numbers)
         rows = BatchPolynomial(rows.constant + count.constant * size, rows.linear + count.linear * size)
     return rows
+
+
+def _item_bytes(segment: TraceSegment, numbers: Iterable[int]) -> int:
+    """The bytes of one number of the tokens: those of the first floating-point operator, which selects the rows.
+    Products may run in another type."""
+    dtypes = (segment.operators[number].dtype for number in numbers)
+    return ITEM_BYTES.get(next(filter(None, dtypes), "float32"), 4)
 
 
 def routed_bytes(profile: ModelProfile, batch: float) -> list[tuple[float, float, int]]:
@@ -192,7 +200,7 @@ def routed_bytes(profile: ModelProfile, batch: float) -> list[tuple[float, float
         for layer, numbers in operators.items():
             products = _products(segment, layer, numbers)
             rows = _row_bytes(segment, layer, numbers).at(batch)
-            weights = sum(p.shape[1].at(batch) * ITEM_BYTES.get(p.dtype, 4) for p in products)
+            weights = sum(p.shape[1].at(batch) for p in products) * _item_bytes(segment, numbers)
             result.append((rows, weights, segment.block_count))
     return result
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -35,10 +36,10 @@ class DividedExperts:
     loads: ExpertLoads
 
 
-def divide_experts(models: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh) -> DividedExperts:
+def divide_experts(models: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh, device: torch.device) -> DividedExperts:
     """Divides the experts of the models (pipeline stages of this rank, or the whole model) in place."""
     group = AxisGroup(mesh.get_group(AXIS), mesh.get_local_rank(AXIS), plan.axes.expert, AXIS)
-    loads = ExpertLoads(group, data_group(mesh, plan))
+    loads = ExpertLoads(group, data_group(mesh, plan), device)
     layouts: dict[str, ParameterLayout] = {}
     for model in models:
         for layer in find_expert_layers(model):

@@ -112,8 +112,8 @@ class ListedExperts:
         group, some = self._group, next(iter(inputs.values()))
         calls = [len(inputs[number]) if number in inputs else _NOT_CALLED for number in range(self._expert_count)]
         called = exchange_counts(torch.tensor(calls, device=some.device), group)
-        self._loads.add(self._name, torch.tensor(calls, device=some.device).clamp(min=0), self._module.training)
         sent = [max(0, count) for count in called.sent]
+        self._loads.add(self._name, sent, self._module.training)
         self._loads.add_rows(self._name, routed=sum(sent))
         received = [[max(0, count) for count in of_rank] for of_rank in called.received]
         local = len(self.local_experts)

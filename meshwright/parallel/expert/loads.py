@@ -5,11 +5,11 @@ load of rank r          the mean load of its experts: what the slowest rank wait
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from meshwright.exchange import all_gather_values
 from meshwright.parallel.differentiable_collectives import AxisGroup
@@ -20,17 +20,19 @@ SKEWED = 3.0  # times the even share
 class ExpertLoads:
     """Counts the tokens that were routed to each expert in training, by layer."""
 
-    def __init__(self, group: AxisGroup, data_group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: AxisGroup, data_group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group
+        self._device = device
         self._data_group = data_group
-        self._counts: dict[str, Tensor] = {}
+        self._counts: dict[str, list[int]] = {}
         self._rows: dict[str, tuple[int, int]] = {}
 
-    def add(self, layer: str, counts: Tensor, training: bool) -> None:
-        """Adds the number of tokens of each expert of the layer. Evaluation is not counted."""
+    def add(self, layer: str, counts: Sequence[int], training: bool) -> None:
+        """Adds the number of tokens of each expert of the layer. Evaluation is not counted. The numbers are on the host:
+        operators on a sum of earlier steps would be different ones when a block is recomputed."""
         if training:
-            earlier = self._counts.get(layer)
-            self._counts[layer] = counts.clone() if earlier is None else earlier.add_(counts)
+            earlier = self._counts.get(layer, [0] * len(counts))
+            self._counts[layer] = [total + count for total, count in zip(earlier, counts, strict=True)]
 
     def add_rows(self, layer: str, *, routed: int = 0, computed: int = 0) -> None:
         """Adds the rows that this rank sent to experts, or that its experts computed. Over all ranks, both are equal
@@ -51,7 +53,7 @@ class ExpertLoads:
         same pipeline stage call this together."""
         result: dict[str, list[int]] = {}
         for layer, local in self._counts.items():
-            total = local.clone()
+            total = torch.tensor(local, device=self._device)
             if self._data_group is not None:
                 dist.all_reduce(total, group=self._data_group)
             result[layer] = total.tolist()

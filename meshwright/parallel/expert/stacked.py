@@ -53,8 +53,8 @@ class StackedExperts:
     def _run(self, tokens: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
         group, choice_count = self._group, choices.shape[-1]
         order, counts = _sort_by_expert(choices.reshape(-1), self._experts)
-        self._loads.add(self._name, counts, self._module.training)
         exchanged = exchange_counts(counts, group)
+        self._loads.add(self._name, exchanged.sent, self._module.training)
         self._loads.add_rows(self._name, routed=sum(exchanged.sent))
         order = order[: sum(exchanged.sent)]  # choices of no expert, which models mark with larger numbers, come last
         send, receive = exchanged.rows_to_ranks, exchanged.rows_from_ranks

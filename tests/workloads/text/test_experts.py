@@ -61,7 +61,7 @@ def test_the_grouped_product_in_fp32_is_the_loop_in_fp64() -> None:
 @pytest.mark.parametrize(
     ("experts", "words"),
     [
-        ({"number": 4, "topk": 2}, "experts have no 'topk', did you mean 'top_k'"),
+        ({"number": 4, "topk": 2}, "experts have no 'topk': did you mean 'top_k'"),
         ({"number": 2, "top_k": 3}, "number 2 and top_k 3: write a number of at least 2"),
         ({"number": 4, "capacity": 0}, "capacity 0: write a positive number"),
         ({"number": "4"}, r"experts\.number is '4': write a whole number"),
