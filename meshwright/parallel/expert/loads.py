@@ -28,8 +28,8 @@ class ExpertLoads:
         self._rows: dict[str, tuple[int, int]] = {}
 
     def add(self, layer: str, counts: Sequence[int], training: bool) -> None:
-        """Adds the number of tokens of each expert of the layer. Evaluation is not counted. The numbers are on the host:
-        operators on a sum of earlier steps would be different ones when a block is recomputed."""
+        """Adds the number of tokens of each expert of the layer. Evaluation is not counted. The numbers are on the
+        host: operators on a sum of earlier steps would be different ones when a block is recomputed."""
         if training:
             earlier = self._counts.get(layer, [0] * len(counts))
             self._counts[layer] = [total + count for total, count in zip(earlier, counts, strict=True)]
