@@ -96,7 +96,7 @@ COVERING: tuple[tuple[str, str], ...] = (
     ("mnist", "T2P2 twice"),
     ("bert", "T2 loss"),
     ("gpt", "C2 ring twice"),
-    ("bert", "C2"),
+    ("bert", "C2 selective"),
     ("gpt", "S2C2 ring full"),
     ("bert", "C2T2 loss"),
     ("two_tower", "R2S2 twice"),

@@ -187,7 +187,8 @@ def _row_parts(query: Tensor, key: Tensor) -> Iterator[slice]:
 
 
 def _scores(query: Tensor, key: Tensor, tile: Tile, scale: float, rows: slice) -> Tensor:
-    scores = (query[..., rows, :] @ key.transpose(-1, -2)).mul_(scale)
+    # Not in place: selective recomputation keeps the results of products, and would get them back changed.
+    scores = (query[..., rows, :] @ key.transpose(-1, -2)) * scale
     scores = scores if scores.dtype == torch.float64 else scores.float()
     mask = tile.mask
     if tile.causal:
@@ -196,7 +197,7 @@ def _scores(query: Tensor, key: Tensor, tile: Tile, scale: float, rows: slice) -
         mask = mask[..., rows, :]
     if mask is None:
         return scores
-    return scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
 
 
 def _kept(weights: Tensor, tile: Tile, rows: slice) -> Tensor:
