@@ -60,11 +60,18 @@ EACH.remove("listed experts: tensor")  # has nothing to split that is worth it
 QUICK = {"llama: tensor", "llama: context", "bert: shard", "t5: replicate", "mixtral: shard"}
 
 
+# Models that the context axis refuses. Experts in their eager form add to rows of the divided sequence in place.
+NOT_DIVIDED = {
+    "vit": r"no input of the model holds sequences",
+    **dict.fromkeys(("mixtral", "qwen3 mixture", "deepseek"), r"index_add_ writes into a tensor that is divided"),
+}
+
+
 @pytest.mark.parametrize("case", all_but(QUICK, EACH))
 def test_a_model_with_its_own_loss_is_proved(two: RankPool, case: str, tmp_path: Path) -> None:
     name, axis = case.split(": ")
-    if axis == "context" and CASES[name].samples == "pictures":
-        with pytest.raises(RankFailure, match=r"no input of the model holds sequences"):
+    if axis == "context" and name in NOT_DIVIDED:
+        with pytest.raises(RankFailure, match=NOT_DIVIDED[name]):
             two.run(prove_model, name, axis, tmp_path)
         return
     proof = two.run(prove_model, name, axis, tmp_path)[0]
