@@ -31,7 +31,7 @@ def plan_parts(plan: Plan) -> tuple[str, ...]:
 def _plan_parts(plan: Plan) -> Iterator[str]:
     axes = [axis for axis, size in plan.axes.model_dump().items() if size > 1]
     yield from (f"the {axis} axis" for axis in axes)
-    if len(axes) > 1:
+    if len(plan.axes.factors) > 1:
         yield "several axes"
     if plan.compute.cuda_graphs:
         yield "CUDA graphs with exchange"

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from meshwright.cluster.selftest_record import plan_parts
 from meshwright.plan import Plan
+from meshwright.selftest.models import ModelName
 
 Placement = Literal["gpus", "shared", "cpu"]
 _TWO_STAGES = ("blocks.1",)
@@ -24,7 +25,7 @@ class Case:
 
     name: str
     plan: Plan
-    model: Literal["decoder", "images"] = "decoder"
+    model: ModelName = "decoder"
     dtype: Literal["fp64", "plan"] = "fp64"
 
     @property
@@ -46,6 +47,8 @@ class Case:
 
 def _case(name: str, axes: dict[str, int], dtype: Literal["fp64", "plan"] = "fp64", **groups: Any) -> Case:
     plan = Plan.model_validate({"axes": axes, **groups})
+    if plan.axes.expert > 1:
+        return Case(name, plan, "mixture", dtype)
     return Case(name, plan, "images" if plan.numerics.batch_norm == "synchronized" else "decoder", dtype)
 
 
@@ -72,6 +75,10 @@ def _cases() -> Iterator[Case]:
     for schedule in ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"):
         yield _case(f"pipeline, {schedule}", {"pipeline": 2}, pipeline=_pipeline(2, schedule))
     yield _case("synchronized BatchNorm", {"replicate": 2}, numerics={"batch_norm": "synchronized"})
+    yield _case("replicate, experts", {"replicate": 2, "expert": 2})
+    yield _case("shard, experts", {"shard": 2, "expert": 2})
+    for exchange in ("all_gather", "ring"):
+        yield _case(f"context, {exchange}", {"context": 2}, modules={"attention_exchange": exchange})
     for precision in ("bf16", "fp16"):
         numerics = {"precision": precision}
         yield _case(f"replicate, {precision}", {"replicate": 2}, "plan", numerics=numerics, gradients=buckets)
@@ -84,6 +91,8 @@ def _cases() -> Iterator[Case]:
     yield _case("replicate × shard", {"replicate": 2, "shard": 2})
     yield _case("replicate × tensor", {"replicate": 2, "tensor": 2})
     yield _case("shard × tensor", {"shard": 2, "tensor": 2})
+    yield _case("shard × context", {"shard": 2, "context": 2})
+    yield _case("context × tensor", {"context": 2, "tensor": 2})
     yield _case("replicate × pipeline", {"replicate": 2, "pipeline": 2}, pipeline=_pipeline(2))
     yield _case("shard × pipeline", {"shard": 2, "pipeline": 2}, pipeline=_pipeline(2))
     yield _case("tensor × pipeline", {"tensor": 2, "pipeline": 2}, pipeline=_pipeline(2))

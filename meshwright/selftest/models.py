@@ -1,4 +1,4 @@
-"""The two small models that the selftest trains, with their data, as requests for a proof."""
+"""The small models that the selftest trains, with their data, as requests for a proof."""
 
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from meshwright.proof.request import ProofRequest, UserModel
 from meshwright.workloads.text.decoder import NextTokenLoss
 from meshwright.workloads.text.decoder_sizes import decoder
 
+ModelName = Literal["decoder", "mixture", "images"]
 STEPS = 3
 GLOBAL_BATCH = 16
 _SAMPLES = 42  # the third batch is short
@@ -47,13 +48,12 @@ class RandomImages(Dataset[Any]):
         return self._images[index], self._classes[index]
 
 
-def build_request(model: Literal["decoder", "images"], plan: Plan, dtype: str) -> ProofRequest:
-    """The request for a proof of the model `decoder` or `images` under a plan."""
+def build_request(model: ModelName, plan: Plan, dtype: str) -> ProofRequest:
+    """The request for a proof of one of the models under a plan."""
     torch.manual_seed(0)
-    if model == "decoder":
-        module: nn.Module = decoder(
-            "gpt2", layers=4, hidden=16, heads=4, vocabulary=_WORDS, sequence=_LENGTH, dropout=0.0
-        )
+    if model != "images":
+        sizes = {"layers": 4, "hidden": 16, "heads": 4, "vocabulary": _WORDS, "sequence": _LENGTH, "dropout": 0.0}
+        module: nn.Module = decoder("gpt2", **sizes, experts={"number": 4} if model == "mixture" else None)
         data: Dataset[Any] = RandomTokens()
         loss: Any = NextTokenLoss()
     else:

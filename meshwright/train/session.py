@@ -39,7 +39,7 @@ from meshwright.train.step.explained_errors import explains_errors
 from meshwright.train.step.forward_backward import ForwardBackward
 from meshwright.train.step.loss_scale import DEFAULTS, LossScale
 from meshwright.train.step.nonfinite import NO_PROBLEM, make_step_check
-from meshwright.train.step.optimizer import use_fused_kernels
+from meshwright.train.step.optimizer import choose_kernels
 from meshwright.train.step.own_loop import OwnLoop
 from meshwright.train.step.randomness import step_seed
 from meshwright.train.step.schedule import needs_metric, step_schedule
@@ -100,8 +100,7 @@ class Session(OwnLoop):
         self._parallel = apply(plan, model, world.device, world.size, sample, target, fill)
         self.optimizer = make_optimizer(self._parallel.parameters())
         offload_optimizer(self.optimizer, plan, world.device)
-        if plan.compute.fused_optimizer:
-            use_fused_kernels(self.optimizer)
+        choose_kernels(self.optimizer, plan)
         is_fp16 = plan.numerics.precision == "fp16"
         self.loss_scale = LossScale(world.device, world.size, loss_scale) if is_fp16 else None
         self.schedule = make_schedule(self.optimizer) if make_schedule else None
@@ -371,8 +370,7 @@ class Session(OwnLoop):
             self.schedule.load_state_dict(objects["schedule"])
         if self.loss_scale and objects.get("loss_scale"):
             self.loss_scale.load_state_dict(objects["loss_scale"])
-        if self.plan.compute.fused_optimizer:  # the saved state may be of an optimizer that was not fused
-            use_fused_kernels(self.optimizer)
+        choose_kernels(self.optimizer, self.plan)  # the saved state may be of an optimizer with other kernels
         self.steps = int(about["step"])
         self.seed = int(about["seed"])  # order and random numbers continue as in the saved run
         self.position = (int(about["position"][0]), int(about["position"][1]))

@@ -20,6 +20,7 @@ from meshwright.cluster.selftest_record import (
 )
 from meshwright.errors import InputError
 from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes
 from meshwright.selftest import run
 from meshwright.selftest.cases import Placement, all_cases
 from meshwright.selftest.rank import RESULTS, CaseProof
@@ -28,7 +29,7 @@ from meshwright.selftest.run import CaseResult, Selftest, run_selftest
 
 CASES = {case.name: case for case in all_cases()}
 TWO_RANKS = [name for name, case in CASES.items() if case.plan.world_size == 2]
-ALL_AXES = {"the replicate axis", "the shard axis", "the tensor axis", "the pipeline axis"}
+ALL_AXES = {f"the {axis} axis" for axis in Axes.model_fields}
 
 
 @pytest.fixture

@@ -39,6 +39,12 @@ def check_expert_axis(plan: Plan) -> None:
         (plan.numerics.cast == "weights", "numerics.cast is weights", "set numerics.cast to operators"),
         (plan.numerics.precision == "fp8", "numerics.precision is fp8", "choose bf16"),
         (plan.compute.cuda_graphs, "compute.cuda_graphs is true", "set compute.cuda_graphs to false"),
+        (
+            plan.compute.fused_optimizer and axes.shard > 1,
+            f"axes.shard is {axes.shard} and compute.fused_optimizer is true, whose kernels do not update weights of"
+            " different meshes together",
+            "set compute.fused_optimizer to false",
+        ),
     )
     for conflicting, what, instead in conflicts:
         if conflicting:

@@ -2,11 +2,10 @@
 (`checkpoint.asynchronous`). The copy stays allocated between checkpoints: in the memory of the rank on CPUs, in CPU
 memory on GPUs.
 
-    copy = sum over parameters of  bytes · (1 + optimizer state per byte) / holders + buffers / holders      copy_bytes
+    copy = (sum over parameters of  bytes · (1 + optimizer state per byte) + buffers) / ranks of the stage   copy_bytes
 
-`bytes` are those that the rank has after the tensor and pipeline axes, and `holders` the ranks that have the same part
-or divide it: those of the replicate and shard axes, and for what the tensor axis does not divide also those of that. A
-region that several ranks hold is written by the one with the fewest bytes so far, so they all write equally much.
+`bytes` are those of the whole parameter. However the axes divide or repeat it among the ranks of its pipeline stage,
+they write it once, together: a region that several ranks hold is written by the one with the fewest bytes so far.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,12 +27,14 @@ def copy_bytes(
     optimizer: OptimizerCost,
     whole: Mapping[str, float],
 ) -> float:
-    """The bytes of a rank's copy. `parameters` and `buffer_bytes` are those of the rank's stages, after the tensor
-    axis, and `whole` the result of `whole_bytes`. A rank's branches are on no other rank of the tensor axis."""
-    tensor = 1 if plan.modules.branches else plan.axes.tensor
-    total = buffer_bytes / tensor
+    """The bytes of a rank's copy. `parameters` and `buffer_bytes` are those of the rank's stages, and `whole` is what
+    `whole_bytes` returns. A branch of the model is on one rank of the tensor axis, so with branches that axis is left
+    out."""
+    ranks = plan.world_size // plan.axes.pipeline
+    if plan.modules.branches:
+        ranks //= plan.axes.tensor
+    total = buffer_bytes
     for parameter in parameters:
-        is_divided = parameter.bytes < whole.get(parameter.names[0], 0.0)
         state = 1 + (optimizer.state_ratio if parameter.trainable else 0.0)
-        total += parameter.bytes * state / (1 if is_divided else tensor)
-    return total / plan.data_ranks
+        total += whole.get(parameter.names[0], float(parameter.bytes)) * state
+    return total / ranks

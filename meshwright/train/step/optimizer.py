@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from meshwright.call import build
 from meshwright.errors import InputError, did_you_mean
 from meshwright.job_sections.sections import Optimizer
 from meshwright.parallel.weights.offload import state_device
+from meshwright.plan import Plan
 
 ParameterGroup = dict[str, Any]  # "names" of parameters, and the group's options
 
@@ -139,6 +141,23 @@ def use_fused_kernels(optimizer: torch.optim.Optimizer) -> None:
     for parameter, state in optimizer.state.items():
         if isinstance(state.get("step"), torch.Tensor):  # unfused implementations keep it on the host
             state["step"] = state["step"].to(state_device(optimizer, parameter), torch.float32)
+
+
+def choose_kernels(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Makes the optimizer use the kernels of the plan, or those that its weights need."""
+    if plan.compute.fused_optimizer:
+        use_fused_kernels(optimizer)
+    else:
+        _update_meshes_one_by_one(optimizer)
+
+
+def _update_meshes_one_by_one(optimizer: torch.optim.Optimizer) -> None:
+    """Makes the optimizer update the weights of a group one by one if they lie on different meshes, as divided experts
+    and other sharded weights do: its kernels for many weights at once, which it uses on GPUs, refuse such lists."""
+    for group in optimizer.param_groups:
+        meshes = {weight.device_mesh if isinstance(weight, DTensor) else None for weight in group["params"]}
+        if len(meshes) > 1 and "foreach" in group:
+            group["foreach"] = False
 
 
 def matches(name: str, pattern: str) -> bool:

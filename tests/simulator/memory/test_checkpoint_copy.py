@@ -36,12 +36,18 @@ PLANS: list[dict[str, Any]] = [
     {"axes": {"pipeline": 2}, **CUTS},
     {"axes": {"replicate": 2, "tensor": 2}},
     {"axes": {"shard": 2, "pipeline": 2}, **CUTS},
+    {"axes": {"replicate": 2, "expert": 2}},
+    {"axes": {"shard": 2, "expert": 2}},
 ]
 
 
-def a_model() -> nn.Module:
+def a_model(has_experts: bool) -> nn.Module:
     torch.manual_seed(0)
-    return Gpt(width=64)
+    return ZOO["mixture"].model() if has_experts else Gpt(width=64)
+
+
+def has_experts(plan: dict[str, Any]) -> bool:
+    return "expert" in plan.get("axes", {})
 
 
 def a_sample() -> Any:
@@ -51,7 +57,7 @@ def a_sample() -> Any:
 def copied_bytes(rank: int, size: int, plan: dict[str, Any], folder: Path) -> int:
     """The bytes of this rank's copy, and of its file."""
     session = Session(
-        a_model(),
+        a_model(has_experts(plan)),
         lambda parameters: torch.optim.Adam(parameters.values()),
         loss=ZOO["gpt"].loss,
         plan=Plan.model_validate(plan),
@@ -67,17 +73,17 @@ def copied_bytes(rank: int, size: int, plan: dict[str, Any], folder: Path) -> in
     return size_bytes
 
 
-def profile_and_adam() -> tuple[ModelProfile, Any]:
+def profile_and_adam(with_experts: bool = False) -> tuple[ModelProfile, Any]:
     adam = measure_optimizer_cost(lambda parameters: torch.optim.Adam(parameters), multi_tensor=False)
-    profile = trace_profile(a_model(), a_sample(), ZOO["gpt"].loss, on_gpu=False)
-    return replace(profile, structure=find_structure(a_model(), a_sample())), adam
+    profile = trace_profile(a_model(with_experts), a_sample(), ZOO["gpt"].loss, on_gpu=False)
+    return replace(profile, structure=find_structure(a_model(with_experts), a_sample())), adam
 
 
 @pytest.mark.parametrize("plan", all_but((PLANS[1], PLANS[3], PLANS[4]), PLANS), ids=str)
 def test_the_copy_of_each_rank_is_as_large_as_predicted(
     two: RankPool, four: RankPool, tmp_path: Path, plan: dict[str, Any]
 ) -> None:
-    profile, adam = profile_and_adam()
+    profile, adam = profile_and_adam(has_experts(plan))
     parsed = Plan.model_validate(plan)
     size = parsed.world_size
     sizes = (
