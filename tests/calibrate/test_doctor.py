@@ -21,6 +21,7 @@ from meshwright.cluster.cache import calibrated_file
 from meshwright.cluster.cluster import Cluster, OperatorTime
 from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError
+from meshwright.progress import NO_BREAK
 from tests.cluster.test_detect import measured
 
 HEALTHY = SystemState(
@@ -100,7 +101,7 @@ def test_the_report_has_devices_and_links(tmp_path: Path) -> None:
     assert report["devices"][0]["based_on"] == "measured"
     assert report["links"][0]["bandwidth_bytes_per_s"] == 1e9
     assert json.loads(json.dumps(report)) == report
-    assert any("fp32 50.0 GFLOP/s" in line for line in report_lines(report))
+    assert any("fp32 50.0 GFLOP/s" in line.replace(NO_BREAK, " ") for line in report_lines(report))
 
 
 def test_this_machine_has_versions_a_network_and_a_disk(tmp_path: Path) -> None:

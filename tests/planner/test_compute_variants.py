@@ -167,7 +167,7 @@ def test_what_the_executor_refuses_is_not_chosen() -> None:
 def test_the_search_ranks_plans_with_their_best_variants(monkeypatch: pytest.MonkeyPatch, allow: Numerics) -> None:
     """The replicas of the toy are slower than the shards, until whole models are compiled."""
 
-    def predict_toy(*arguments: Any) -> Prediction:
+    def predict_toy(*arguments: Any, **_: Any) -> Prediction:
         plan: Plan = arguments[2]
         replicated_s = 0.5 if plan.compute.compile == "model" else 1.0
         return replace(plain_prediction(), step_s=0.9 if plan.axes.shard > 1 else replicated_s)

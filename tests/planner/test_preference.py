@@ -95,7 +95,7 @@ def test_the_reason_names_what_was_left_out_its_gain_and_the_error() -> None:
 def test_the_search_takes_the_preferred_plan_and_says_why(
     monkeypatch: pytest.MonkeyPatch, accumulated_s: float, accumulation: int
 ) -> None:
-    def predict_toy(*arguments: Any) -> Prediction:
+    def predict_toy(*arguments: Any, **_: Any) -> Prediction:
         plan: Plan = arguments[2]
         compute = accumulated_s if plan.memory.accumulation == 4 else 1.0
         return predicted({}, compute=compute, shard=float(plan.axes.shard > 1))[1]

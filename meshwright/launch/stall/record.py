@@ -58,7 +58,7 @@ def record_of_thread(rank: int, heartbeat: Heartbeat, thread: int, error: BaseEx
     exchange = ""
     if is_waiting:
         exchange = _name_by_model(pending, heartbeat) or waiting or position.exchange
-        exchange = exchange or f"{pending[0] if pending else position.operation} called in {position.place}"
+        exchange = exchange or f"{_called_here(pending, position.operation)} called in {position.place}"
     stacks = f"the thread that trains:\n{format_stack(stack)}" + "".join(
         f"{name}:\n{format_stack(stack_of(frames[number]))}"
         for number, name in _other_threads(thread)
@@ -67,6 +67,15 @@ def record_of_thread(rank: int, heartbeat: Heartbeat, thread: int, error: BaseEx
     return RankRecord(
         rank, heartbeat.step, heartbeat.activity, position.module, exchange, position.place, calls, stacks
     )
+
+
+def _called_here(pending: list[CollectiveCall], operation: str) -> CollectiveCall | str:
+    """Returns the collective that the thread waits in: the last one of this operation. Earlier ones may be pending that
+    it has started and does not wait for yet."""
+    of_operation = [call for call in pending if call.operation == operation]
+    if of_operation:
+        return of_operation[-1]
+    return pending[0] if pending else operation
 
 
 def _with_failed_call(calls: tuple[CollectiveCall, ...], operation: str) -> tuple[CollectiveCall, ...]:

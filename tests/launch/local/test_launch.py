@@ -140,7 +140,6 @@ def test_a_rank_that_ends_early_again_and_again_is_restarted_once(
 KILLED_WORKER = """
 from tests.data.test_samples import Suicidal, read_training
 
-pytestmark = pytest.mark.usefixtures("nothing_left")
 read_training(Suicidal(), workers=1)
 """
 
@@ -210,7 +209,7 @@ def test_a_stuck_rank_is_named(tmp_path: Path) -> None:
         start("stuck", tmp_path, "6", restarts=0)  # joining may take as long, too, where cores are busy
     line, files = str(caught.value).splitlines()
     assert re.sub(r"line \d+", "line N", line) == (
-        "rank 1 has not entered the all-reduce of 1 float32 value called in step (worker.py, line N) at step 1;"
+        "rank 1 has not entered the all-reduce of 8 float32 values called in step (worker.py, line N) at step 1;"
         " rank 0 waits there; rank 1 is in wait_for (worker.py, line N) (no answer within 6 s)"
     )
     report = Path(files.removeprefix("the report of all ranks: "))
