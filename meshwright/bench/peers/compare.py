@@ -204,7 +204,8 @@ def _peer_runs(
             arguments = [str(job_file), str(steps), settings, precision, cluster.kind]
             module = f"meshwright.bench.peers.{peer.module}"
             command = RankCommand(interpreter.python, module, arguments, ranks, threads, job.train.timeout_s)
-            how = f"{peer.package} {interpreter.versions[peer.package]}, {threads} threads per rank"
+            of_rank = "1 thread" if threads == 1 else f"{threads} threads"
+            how = f"{peer.package} {interpreter.versions[peer.package]}, {of_rank} per rank"
             runs[Contestant(peer.title, settings, how)] = partial(_run_peer, command)
     return runs, left_out
 

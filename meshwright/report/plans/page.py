@@ -1,5 +1,6 @@
 """The page of a plan: of what `meshwright plan` has found, or of a plan file alone."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,11 +50,11 @@ def plan_file_page(plan: Plan, name: str) -> Page:
             value = getattr(group, field_name)
             extra = field.json_schema_extra
             effect = str(extra.get("numerics", "")) if isinstance(extra, dict) else ""
-            chosen = "default" if value == field.default else "chosen"
+            chosen = "default" if value == field.default else "plan"
             rows.append((group_name, field_name, _field_text(value), chosen, _NUMERICS.get(effect, effect)))
     rows.sort(key=lambda row: row[3] == "default")
     figures = KeyFigures([("ranks", f"{plan.world_size:,}"), ("processes", f"{plan.processes:,}"), *_axes(plan)])
-    header = ("group", "field", "value", "", "changes the result")
+    header = ("group", "field", "value", "set by", "changes the result")
     sections = [
         Section("The plan", "Its choices, those that differ from the defaults first.", [figures, Table(header, rows)]),
         Section("The plan file", "Use it with train --plan FILE.", [_plan_lines(plan.model_dump(mode="json"))]),
@@ -67,7 +68,9 @@ def _field_text(value: Any) -> str:
         return ", ".join(f"{key}: {_field_text(item)}" for key, item in value.items()) or "none"
     if isinstance(value, tuple):
         return ", ".join(map(str, value)) or "none"
-    return " over ".join((value.kind, value.axis)) if hasattr(value, "kind") else str(value)
+    if hasattr(value, "kind"):
+        return f"{value.kind} over {value.axis}"
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def _axes(plan: Plan) -> list[tuple[str, str]]:

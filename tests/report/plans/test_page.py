@@ -11,8 +11,8 @@ import pytest
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.report.file_page import file_page
-from meshwright.report.page import Chart, Page, render, write_page
-from meshwright.report.plans.page import plan_page
+from meshwright.report.page import Chart, Page, Table, render, write_page
+from meshwright.report.plans.page import plan_file_page, plan_page
 from meshwright.report.plans.step import time_unit
 from tests.report.made_up_run import HOSTILE
 from tests.report.plans.made_up_plan import PIPELINE, details_of_plan, details_of_search
@@ -162,7 +162,7 @@ def test_a_plan_file_alone_has_a_page_without_charts(tmp_path: Path, open_page: 
     write_page(page, tmp_path / "plan.html")
     opened = open_page(tmp_path / "plan.html", width=390)
     assert opened.problems == []
-    rows = opened.page.locator("tr:has-text('chosen')").all_inner_texts()
+    rows = opened.page.locator("tr:has(td:text-is('plan'))").all_inner_texts()
     assert sorted(row.split()[1] for row in rows) == ["cuts", "microbatches", "pipeline", "replicate"]
     assert not any(isinstance(part, Chart) for section in page.sections for part in section.parts)
 
@@ -181,3 +181,15 @@ def test_other_files_are_refused_in_words(tmp_path: Path, text: str, words: str)
     (tmp_path / "file.json").write_text(text)
     with pytest.raises(InputError, match=words):
         file_page(tmp_path / "file.json")
+
+
+def test_values_of_a_plan_file_are_written_as_in_the_file_and_what_it_sets_comes_first() -> None:
+    page = plan_file_page(Plan.model_validate({"compute": {"cuda_graphs": True}}), "small")
+    (table,) = (part for part in page.sections[0].parts if isinstance(part, Table))
+    rows = {row[1]: row[2:4] for row in table.rows}
+    assert table.rows[0][1] == "cuda_graphs"
+    assert (rows["cuda_graphs"], rows["fused_optimizer"], rows["threads"]) == (
+        ("true", "plan"),
+        ("false", "default"),
+        ("null", "default"),
+    )
