@@ -38,6 +38,12 @@ from meshwright.parallel.torch_private import (
 )
 from meshwright.profile.structure.split_rules import CannotSplit
 
+_WRITING_OPERATORS = {
+    "__setitem__",
+    *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")),
+    *("__ilshift__", "__irshift__"),
+}
+
 
 def dispatch_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(func, types.FunctionType):
@@ -155,9 +161,9 @@ def _run(local_call: LocalCall, func: Any, leaves: list[Any], kept: list[Sequenc
 def _writes_in_place(func: Any, leaves: list[Any]) -> bool:
     """Whether the function writes into its first tensor and that one is divided."""
     name = function_name(func)
-    is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+    is_in_place = name in _WRITING_OPERATORS or (name.endswith("_") and not name.endswith("__"))
     first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
-    return is_in_place and isinstance(first, SequenceView) and name != "__invert__"
+    return is_in_place and isinstance(first, SequenceView)
 
 
 def _is_view(tree: Any) -> bool:

@@ -56,7 +56,7 @@ def key_value_shards(
     for step in range(group.size):
         owner = (group.rank - step) % group.size
         is_last = step == group.size - 1
-        arriving = None if is_last else _pass_on(packed, _size(packed, tokens, owner, group, -1), group)
+        arriving = None if is_last else _pass_on(packed, _next_size(packed, tokens, owner), group)
         yield KeyValueShard(tokens[owner], *_unpack(packed, key, value, _length(tokens[owner])))
         if arriving is not None:
             packed = arriving()
@@ -82,7 +82,7 @@ def key_value_gradients(
         if arriving_gradients is not None:
             packed += arriving_gradients()
         owner = (group.rank - step) % group.size
-        arriving_gradients = _pass_on(packed, _size(packed, tokens, owner, group, -1), group, _GRADIENTS)
+        arriving_gradients = _pass_on(packed, _next_size(packed, tokens, owner), group, _GRADIENTS)
     assert arriving_gradients is not None, "a context axis has at least two ranks"
     return _unpack(arriving_gradients(), key, value, key.shape[-2])
 
@@ -115,9 +115,10 @@ def _unpack(packed: Tensor, key: Tensor, value: Tensor, length: int) -> tuple[Te
     return packed[:first].view(shapes[0]), packed[first:].view(shapes[1])
 
 
-def _size(packed: Tensor, tokens: tuple[IndexRanges, ...], owner: int, group: AxisGroup, shift: int) -> int:
-    """The size of the message that comes after `owner`'s, which is `packed`."""
-    return packed.numel() // _length(tokens[owner]) * _length(tokens[(owner + shift) % group.size])
+def _next_size(packed: Tensor, tokens: tuple[IndexRanges, ...], owner: int) -> int:
+    """The size of the message that arrives after `packed`, which is of the positions of `owner`: that of the rank
+    before it."""
+    return packed.numel() // _length(tokens[owner]) * _length(tokens[owner - 1])
 
 
 def _pass_on(packed: Tensor, size: int, group: AxisGroup, tag: int = _KEYS_AND_VALUES) -> Callable[[], Tensor]:
