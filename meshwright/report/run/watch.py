@@ -16,13 +16,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
 
+from meshwright.cluster.cores import usable_cores
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.report.page import Page, render_body, render_with_script
 from meshwright.report.run.page import run_page
 
 LOOPBACK = "127.0.0.1"
 _SHORTEST_AGE_S = 1.5  # a body younger than this is sent again
-_BUSY_SHARE = 0.02  # of the time may be spent making bodies
+_BUSY_SHARE = 0.004  # of the time of all cores may be spent making bodies
 _HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -68,11 +69,11 @@ class RunServer(ThreadingHTTPServer):
     def body(self) -> str:
         """Returns the body of the page, made now or a short time ago."""
         with self._lock:
-            began = time.monotonic()
-            if not self._body or began - self._made_at > self._valid_s:
+            if not self._body or time.monotonic() - self._made_at > self._valid_s:
+                began = time.thread_time()
                 self._body = render_body(self._page())
                 self._made_at = time.monotonic()
-                self._valid_s = max(_SHORTEST_AGE_S, (self._made_at - began) / _BUSY_SHARE)
+                self._valid_s = max(_SHORTEST_AGE_S, (time.thread_time() - began) / (_BUSY_SHARE * usable_cores()))
             return self._body
 
     def _page(self) -> Page:
