@@ -19,7 +19,20 @@ from meshwright.errors import InputError
 
 DEVICES = [
     *("TitanXp", "P100", "V100-16GB", "V100-32GB", "T4", "A10", "L4", "A100-40GB", "A100-80GB", "A6000", "RTX3090"),
-    *("RTX4090", "H100-PCIe", "H100", "H200", "B200", "GH200", "Core", "Xeon-8480", "Neoverse-N1"),
+    *(
+        "RTX4090",
+        "H100-PCIe",
+        "H100",
+        "H200",
+        "B200",
+        "B300",
+        "GB200",
+        "GB300",
+        "GH200",
+        "Core",
+        "Xeon-8480",
+        "Neoverse-N1",
+    ),
 ]
 LINKS = [
     *("PCIe3-x16", "PCIe4-x16", "PCIe5-x16", "NVLink1", "NVLink2", "NVLink3", "NVLink4", "NVLink5"),
