@@ -16,15 +16,15 @@ class GatherSamples:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = AxisGroup(group, group.rank(), group.size(), "data")
+        self.group = AxisGroup(group, group.rank(), group.size(), "data")
 
     def __call__(self, rows: Tensor) -> tuple[Tensor, int]:
         counts = self._row_counts(len(rows))
-        gathered = all_gather_for_sharded_work(rows.contiguous(), consecutive_ranges(0, counts), self._group)
-        return gathered, sum(counts[: self._group.rank])
+        gathered = all_gather_for_sharded_work(rows.contiguous(), consecutive_ranges(0, counts), self.group)
+        return gathered, sum(counts[: self.group.rank])
 
     def _row_counts(self, row_count: int) -> list[int]:
         """The number of rows of each rank. They differ if the batch does not divide evenly; some may be 0."""
-        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self._group.size)]
-        dist.all_gather(counts, torch.tensor([row_count]), group=self._group.process_group)
+        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.group.size)]
+        dist.all_gather(counts, torch.tensor([row_count]), group=self.group.process_group)
         return [int(count) for count in counts]

@@ -10,6 +10,7 @@ from torch import nn
 
 from meshwright.batch import target_key
 from meshwright.blocks.recompute import Recompute
+from meshwright.profile.experts import balances_experts
 from meshwright.profile.structure.model_structure import ModelStructure
 from meshwright.profile.tracing.real_steps import trace_or_measure_profile
 from meshwright.profile.tracing.step import LossFunction
@@ -37,6 +38,11 @@ class Profiles:
         self.structure = known_structure or ModelStructure(
             self.model, self.sample, target_key(self.target, self.loss is not None)
         )
+
+    @property
+    def compares_samples(self) -> bool:
+        """Whether the loss compares all samples of a global batch, as a load-balancing loss of routers does."""
+        return hasattr(self.loss, "joined") or (self.loss is None and balances_experts(self.model))
 
     def module_calls(self, *, evaluating: bool = False) -> Counter[str]:
         """How often each module is called in a forward pass, by name. The pass is in evaluation mode if `evaluating` is

@@ -184,8 +184,7 @@ def search(inputs: PlanningInputs, profiles: Profiles) -> SearchResult:
     """Returns the best plans, the fastest first. Raises `NoPlanFits` if no plan fits. `family_bests`, `excluded` and
     `summary` are those of the precision of the best plan."""
     begin = perf_counter()
-    compares_samples = inputs.compares_samples or hasattr(profiles.loss, "joined")
-    inputs = replace(inputs, compares_samples=compares_samples)
+    inputs = replace(inputs, compares_samples=inputs.compares_samples or profiles.compares_samples)
     results = [_search_precision(inputs, profiles, precision) for precision in inputs.precisions_to_try()]
     fitting = [result for result in results if result.ranked]
     if not fitting:

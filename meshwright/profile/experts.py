@@ -60,6 +60,13 @@ def find_expert_layers(model: nn.Module) -> tuple[ExpertLayer, ...]:
     return tuple(layers)
 
 
+def balances_experts(model: nn.Module) -> bool:
+    """Whether the model adds a load-balancing loss of its routers to its own loss, by its configuration: a field that
+    the mixtures of the transformers library have."""
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    return any(getattr(config, "output_router_logits", False) is True for config in configs)
+
+
 def parameter_names(model: nn.Module, layer: ExpertLayer) -> tuple[str, ...]:
     """The names of all parameters of the layer's experts."""
     if layer.kind == "stacked":

@@ -153,7 +153,7 @@ class Reference(PlainTraining):
             return self._backward_of(model_batch, group)
 
     def _backward_of(self, model_batch: ModelBatch, group: SampleGroup) -> tuple[Tensor, Tensor]:
-        with torch.set_grad_enabled(group.samples > 0), self._loss.forward_context():
+        with torch.set_grad_enabled(group.samples > 0), self._loss.forward_context(True):
             output = at_least_fp32(self._forward(model_batch))
         if not group.samples:  # the group has only borrowed samples: the forward pass was for running statistics
             return self._zero, self._zero

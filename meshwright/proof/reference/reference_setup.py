@@ -64,7 +64,7 @@ class ReferenceSetup:
     @property
     def compares_samples(self) -> bool:
         """Whether the loss compares all samples of a global batch with each other."""
-        return self.tried_loss.kind == "compares_samples"
+        return self.tried_loss.kind == "compares_samples" or self.tried_loss.routers is not None
 
     def sample(self) -> Any:
         """Returns a batch of two samples, for plans that trace the model before they split or cut it."""

@@ -59,7 +59,7 @@ class BoxCounts:
         self._counting = CountTargetsInModules()  # of the cross entropies: first of the classes, then of the keypoints
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self, has_samples: bool = True) -> Iterator[None]:
         self.numbers = {}
         self._counting.counts.clear()
         functions = list(_counting_functions(self.numbers))

@@ -12,6 +12,7 @@ from meshwright.plan import Plan
 from meshwright.train.loss.loss import (
     Loss,
     LossFunction,
+    ModelLoss,
     check_sample_comparison,
     classify_loss,
     loss_from_model,
@@ -85,6 +86,8 @@ class LossFinder:
         divides a batch, it may have ignored targets."""
         if isinstance(self.loss.function, WithoutIgnoredTargets) and self._plan.shares == 1:
             return replace(self.loss, function=self.loss.function.function)
+        if isinstance(self.loss.function, ModelLoss) and self.loss.function.routers is not None:
+            self.loss.function.routers.connect(self._plan, gather.group if gather else None)
         return replace(self.loss, function=over_all_ranks(self.loss.function, gather))
 
 

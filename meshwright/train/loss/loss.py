@@ -29,6 +29,7 @@ from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.train.loss.cross_entropy import CountedMean, CountTargetsInModules, count_targets
 from meshwright.train.loss.detection import BoxCounts, DetectorLoss, has_detector
+from meshwright.train.loss.router_loss import RouterLosses, check_microbatches
 from meshwright.train.metrics import compares_samples, without_rows
 
 LossFunction = Callable[[Any, Any], Any]
@@ -45,15 +46,15 @@ class Loss:
     function compares with the samples of other ranks. `terms`: a sum of means over different numbers of objects, each
     multiplied by this rank's part of its number over all ranks (detection.py); `function` is called with whether there
     are samples in place of the target, and the results of all ranks are added. The model's forward pass runs within
-    `forward_context()`. `is_divisible` is False for a loss inside a model that cannot be computed from the losses of
-    parts of a batch. `whole` is the function for batches that are not divided, if it is another one.
+    `forward_context(has_samples)`. `is_divisible` is False for a loss inside a model that cannot be computed from the
+    losses of parts of a batch. `whole` is the function for batches that are not divided, if it is another one.
     """
 
     function: LossFunction
     kind: Kind
     ignore_index: int = -100
     class_weight: Tensor | None = None
-    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    forward_context: Callable[..., AbstractContextManager[Any]] = nullcontext
     is_divisible: bool = True
     whole: LossFunction | None = None
 
@@ -86,6 +87,12 @@ class Loss:
         if returned_count is not None:
             return LossTerm(value, present, returned_count * present)
         return LossTerm(value, float(samples) if self.kind == "samples" else present, None)
+
+    @property
+    def routers(self) -> RouterLosses | None:
+        """The load-balancing losses that the model adds to its loss; None if it has none, or none is used."""
+        routers = self.function.routers if isinstance(self.function, ModelLoss) else None
+        return routers if routers is not None and routers.is_used else None
 
     @property
     def is_divided(self) -> bool:
@@ -158,6 +165,8 @@ def check_sample_comparison(loss: Loss, plan: Plan) -> None:
             f" {plan.data_ranks} data ranks × {plan.microbatches} microbatches of the plan ({plan.summary()}): compute"
             " it in a loss function from the model's output, or use a plan without data parallelism and microbatches"
         )
+    if loss.routers is not None and plan.shares > 1:
+        check_microbatches(plan)
     if loss.kind not in ("compares_samples", "terms"):
         return
     compares = (
@@ -183,14 +192,15 @@ class ModelLoss:
     model computes cross entropies, the result is a pair (sum, count) with their number of targets. Otherwise it is the
     loss itself, which is taken as a mean over samples."""
 
-    def __init__(self) -> None:
+    def __init__(self, routers: RouterLosses | None = None) -> None:
         self._counting = CountTargetsInModules()
+        self.routers = routers
 
     @contextmanager
-    def forward_context(self) -> Iterator[None]:
+    def forward_context(self, has_samples: bool = True) -> Iterator[None]:
         """The context for the model's forward pass."""
         self._counting.counts.clear()
-        with self._counting.active():
+        with self._counting.active(), self.routers.active(has_samples) if self.routers else nullcontext():
             yield
 
     def __call__(self, output: Any, target: Any) -> Any:
@@ -224,7 +234,7 @@ def loss_from_model(model: nn.Module | None = None) -> Loss:
     if model is not None and has_detector(model):
         counts = BoxCounts()
         return Loss(DetectorLoss(counts), "terms", forward_context=counts.recording)
-    function = ModelLoss()
+    function = ModelLoss(RouterLosses(model) if model is not None else None)
     return Loss(function, "samples", forward_context=function.forward_context)
 
 

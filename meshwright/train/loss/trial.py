@@ -8,7 +8,7 @@ samples with each other: under data parallelism it must see the samples of all r
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -19,10 +19,11 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.batch import WHOLE_BATCH, listed_samples, split_batch, take_listed
 from meshwright.errors import InputError
+from meshwright.profile.experts import find_expert_layers
 from meshwright.profile.tracing.real_tensors import model_device
 from meshwright.train.loss.cross_entropy import Count, CountedMean, CountTargets, FindIgnoredTargets
 from meshwright.train.loss.joined import JoinedLoss, count_rows
-from meshwright.train.loss.loss import Loss, LossFunction, classify_loss, loss_from_model
+from meshwright.train.loss.loss import Loss, LossFunction, ModelLoss, classify_loss, loss_from_model
 from meshwright.train.loss.output_form import FakeModel, OutputForm
 from meshwright.train.loss.target_counts import COUNTS, CountedByTarget, has_rows, shorten_one_row, varied_targets
 from meshwright.train.torch_private import (
@@ -37,6 +38,7 @@ _DRAWS = 8  # of a loss that draws random numbers
 # In fp64 first, which tells apart losses that are nearly equal; functions with fp32 constants may only run in fp32.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
 _MODEL_TOLERANCE = 1e-3  # the model runs in the precision of its weights
+_MIXTURE_TOLERANCE = 1e-5  # in fp32: a loss that balances experts may have a small factor
 _LARGEST_TRIED = 2 * 10**8  # parameters: a larger model is not run for a trial
 _CHANGES: tuple[Callable[[Tensor], Tensor], ...] = (lambda x: x, torch.sigmoid, lambda x: x.softmax(-1))
 
@@ -78,24 +80,36 @@ def find_model_loss(model: nn.Module, sample: Any) -> Loss:
     batch = tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, _repeat_samples(sample, 2))
     for training in (False, True):
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]), _in_mode(model, training):
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), _in_mode(model, training), _left_out(loss):
                 cases = [_model_losses(loss, model, rows) for rows in (batch, shorten_one_row(batch))]
-            return _divided(loss, cases)
+            return _divided(loss, cases, _tolerance(model))
         except Exception:  # whatever the model's own code raises, and a model that returns no loss in this mode
             continue
     return loss
 
 
-def _divided(loss: Loss, cases: list[list[Any]]) -> Loss:
+def _left_out(loss: Loss) -> AbstractContextManager[None]:
+    """Leaves out load-balancing losses of routers, which are computed over all ranks."""
+    function = loss.function
+    routers = function.routers if isinstance(function, ModelLoss) else None
+    return routers.left_out() if routers is not None else nullcontext()
+
+
+def _tolerance(model: nn.Module) -> float:
+    is_precise = all(p.dtype not in (torch.bfloat16, torch.float16) for p in model.parameters())
+    return _MIXTURE_TOLERANCE if is_precise and find_expert_layers(model) else _MODEL_TOLERANCE
+
+
+def _divided(loss: Loss, cases: list[list[Any]], tolerance: float) -> Loss:
     """Returns the `Loss` of a model whose losses were tried on two batches: each of `cases` has the loss of a whole
     batch, and those of its samples."""
     if isinstance(cases[0][0], CountedMean):
         sums = ([result.total for result in case] for case in cases)
-        return replace(loss, is_divisible=all(_close(whole, sum(parts), _MODEL_TOLERANCE) for whole, *parts in sums))
+        return replace(loss, is_divisible=all(_close(whole, sum(parts), tolerance) for whole, *parts in sums))
     telling = [values for values in cases if math.isfinite(values[0]) and any(values)]
-    if telling and all(_close(whole, sum(parts), _MODEL_TOLERANCE) for whole, *parts in telling):
+    if telling and all(_close(whole, sum(parts), tolerance) for whole, *parts in telling):
         return replace(loss, kind="sum")
-    is_mean = all(_close(whole, sum(parts) / len(parts), _MODEL_TOLERANCE) for whole, *parts in telling)
+    is_mean = all(_close(whole, sum(parts) / len(parts), tolerance) for whole, *parts in telling)
     return replace(loss, is_divisible=is_mean)
 
 
@@ -124,7 +138,7 @@ def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
 
 def _model_loss(loss: Loss, model: nn.Module, batch: Any) -> Any:
     inputs = split_batch(batch, WHOLE_BATCH)
-    with loss.forward_context():
+    with loss.forward_context(True):
         output = model(*inputs.arguments, **inputs.keywords)
     return loss.function(output, inputs.target)
 

@@ -112,7 +112,7 @@ class Evaluator:
         with torch.no_grad():  # not inference_mode, whose tensors training could not use if the model caches one
             for part in batches:
                 example = self._make_example(part.data, part.width)
-                with self.loss.forward_context():
+                with self.loss.forward_context(True):
                     output = self._parallel.evaluate(example)
                 if not self._parallel.position.reports_loss or not (part.samples or any_compares):
                     continue

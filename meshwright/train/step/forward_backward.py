@@ -89,7 +89,7 @@ class ForwardBackward:
             return mean * self._loss_scale.value if self._loss_scale else mean
 
         self._report("forward")
-        with self.loss.forward_context():
+        with self.loss.forward_context(True):
             self._parallel.run_microbatches(examples, self.loss.mean, loss_of)
         return means[0]
 
@@ -117,7 +117,7 @@ class ForwardBackward:
             return term.value if isinstance(scale, float) and scale == 1.0 else term.value * scale
 
         self._report("forward")
-        with self.loss.forward_context():
+        with self.loss.forward_context(any(samples for _, samples in examples)):
             self._parallel.run_microbatches(examples, self.loss.evaluate, loss_of)
         loss_sum, count_sum, has_count = (reductions[0] if reductions else self._start_reducing(sums))()
         returns_count = self._check_returns_count(sums, has_count)

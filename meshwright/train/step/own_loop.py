@@ -97,7 +97,7 @@ class OwnLoop:
         self._check_first_batch(batch)
         example, samples = self._example(batch, None), self._share_of(batch).samples
         self._try_loss(batch)
-        with self._loss.forward_context():
+        with self._loss.forward_context(samples > 0):
             output = self.model(*example.arguments, **example.keywords)
         term = self._loss.term(output, example.target, samples)
         count = self._loss.count(example.target, samples) if term.returned_count is None else term.returned_count

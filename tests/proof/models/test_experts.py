@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.plan import Plan
 from tests.proof.models.test_transformers import prove_plan
 from tests.ranks import RankPool, ranks
 from tests.soaked import all_but
@@ -48,6 +49,33 @@ def test_a_mixture_of_experts_is_proved(two: RankPool, four: RankPool, case: str
     size = world_size(plan)
     with ranks(size) as pool:
         proof = {2: two, 4: four}.get(size, pool).run(prove_plan, name, PLANS[plan], tmp_path)[0]
+    assert proof["equal"], proof["first_difference"]
+    assert proof["max_relative_error"] <= 1e-9
+
+
+# The loss of routers is one of the whole global batch, under each plan that does not cut it into microbatches.
+BALANCED = [
+    f"{name}: {plan}"
+    for name in ("balanced mixtral", "balanced qwen3")
+    for plan in ("R2", "R2E2 once", "S2E2 once", "T2", "R4E2", "R2S2E2", "R2T2E2", "S2T2E2 sequence", "S2 full")
+]
+PLANS_OF_BALANCED: dict[str, dict[str, Any]] = {
+    **PLANS,
+    "R2": {"axes": {"replicate": 2}},
+    "S2 full": {"axes": {"shard": 2}, "memory": {"recompute": "full"}},
+    "T2": {"axes": {"tensor": 2}},
+    "R2E2 once": {"axes": {"replicate": 2, "expert": 2}},
+    "S2E2 once": {"axes": {"shard": 2, "expert": 2}},
+}
+
+
+@pytest.mark.parametrize("case", all_but({"balanced mixtral: R2E2 once"}, BALANCED))
+def test_losses_of_routers_are_those_of_the_global_batch(
+    two: RankPool, four: RankPool, case: str, tmp_path: Path
+) -> None:
+    name, plan = case.split(": ")
+    size = Plan.model_validate(PLANS_OF_BALANCED[plan]).world_size
+    proof = {2: two, 4: four}[size].run(prove_plan, name, PLANS_OF_BALANCED[plan], tmp_path)[0]
     assert proof["equal"], proof["first_difference"]
     assert proof["max_relative_error"] <= 1e-9
 

@@ -87,6 +87,34 @@ CASES = {
         "causal",
         "model.layers.0",
     ),
+    "balanced mixtral": Case(
+        lambda: _build(
+            "MixtralForCausalLM",
+            "MixtralConfig",
+            **DECODER,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            output_router_logits=True,
+            router_aux_loss_coef=0.5,
+        ),
+        "causal",
+        None,
+    ),
+    "balanced qwen3": Case(
+        lambda: _build(
+            "Qwen3MoeForCausalLM",
+            "Qwen3MoeConfig",
+            **DECODER,
+            head_dim=8,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            output_router_logits=True,
+            router_aux_loss_coef=0.01,
+        ),
+        "causal",
+        None,
+    ),
     "qwen3 mixture": Case(
         lambda: _build(
             "Qwen3MoeForCausalLM",
