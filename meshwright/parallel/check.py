@@ -11,7 +11,7 @@ from torch import nn
 from meshwright.errors import InputError
 from meshwright.parallel.branches.check import check_branches, has_assigned_branches, without_branch_splits
 from meshwright.parallel.chunked_loss.head import check_loss_chunks, head_to_join
-from meshwright.parallel.expert.check import check_expert_axis, check_experts
+from meshwright.parallel.expert.check import ExpertFacts, check_expert_axis, check_experts, expert_facts
 from meshwright.parallel.pipeline.check import check_pipeline
 from meshwright.parallel.pipeline.stage_dataflow import cuts_of_plan
 from meshwright.parallel.tensor.split_modules import check_splits
@@ -45,10 +45,14 @@ def checker_of_structure(structure: ModelStructure) -> Callable[[Plan], None]:
     def is_sparse() -> bool:
         return _first_sparse_module(model) is not None
 
+    @cache
+    def facts() -> ExpertFacts:
+        return expert_facts(model)
+
     def check(plan: Plan) -> None:
         check_runnable(plan)
         check_cast(plan, model)
-        check_experts(plan, model)
+        check_experts(plan, model, facts)
         if is_sparse():
             check_sparse(plan, model)
         check_derivatives(plan, structure)

@@ -1,6 +1,9 @@
 """Checks whether the expert axis of a plan can run, in general and on a given model. Errors say what can run
 instead."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
 from torch import nn
 
 from meshwright.errors import InputError
@@ -54,12 +57,28 @@ def check_expert_axis(plan: Plan) -> None:
             )
 
 
-def check_experts(plan: Plan, model: nn.Module) -> None:
-    """Raises an `InputError` if the plan's expert axis cannot divide the experts of the model."""
+@dataclass(frozen=True)
+class ExpertFacts:
+    """The mixtures of a model, and why its experts cannot be divided, whatever the plan; None if they can."""
+
+    layers: tuple[ExpertLayer, ...]
+    reason: str | None
+
+
+def expert_facts(model: nn.Module) -> ExpertFacts:
+    """What `check_experts` needs to know of a model. To check many plans of one model, find it once."""
+    layers = find_expert_layers(model)
+    return ExpertFacts(layers, _tied_experts(model, layers))
+
+
+def check_experts(plan: Plan, model: nn.Module, facts: Callable[[], ExpertFacts] | None = None) -> None:
+    """Raises an `InputError` if the plan's expert axis cannot divide the experts of the model. `facts` returns those of
+    the model; by default they are found."""
     ranks = plan.axes.expert
     if ranks == 1:
         return
-    layers = find_expert_layers(model)
+    found = facts() if facts else expert_facts(model)
+    layers = found.layers
     if not layers:
         raise InputError(
             f"plan.axes.expert is {ranks}, but the model has no experts: a module with weights of shape (experts, …, …)"
@@ -80,18 +99,21 @@ def check_experts(plan: Plan, model: nn.Module) -> None:
                 f" ones, which does not go together with axes.{field} {getattr(plan.axes, field)}: set it to"
                 f" {1 if field == 'pipeline' else ranks}, or axes.expert to 1"
             )
-        _check_untied(model, layer)
+    if found.reason:
+        raise InputError(found.reason)
 
 
-def _check_untied(model: nn.Module, layer: ExpertLayer) -> None:
+def _tied_experts(model: nn.Module, layers: Sequence[ExpertLayer]) -> str | None:
+    """The reason why experts that share a weight with another module cannot be divided; None if none does."""
     names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in model.named_parameters(remove_duplicate=False) if layers else ():
         names.setdefault(id(parameter), []).append(name)
-    tied = [group for group in names.values() if len(group) > 1]
-    for name in parameter_names(model, layer):
-        for group in tied:
-            if name in group:
-                raise InputError(
-                    f"{name} is the same weight as {next(other for other in group if other != name)}, and experts with"
-                    " shared weights cannot be divided: set axes.expert to 1"
+    tied = {name: group for group in names.values() if len(group) > 1 for name in group}
+    for layer in layers if tied else ():
+        for name in parameter_names(model, layer):
+            if name in tied:
+                return (
+                    f"{name} is the same weight as {next(other for other in tied[name] if other != name)}, and experts"
+                    " with shared weights cannot be divided: set axes.expert to 1"
                 )
+    return None
