@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from meshwright.launch.stall.record import RankRecord
 
@@ -130,6 +131,7 @@ def _same_exchange(records: Mapping[int, RankRecord]) -> str:
 
 
 def _late_text(late: Sequence[RankRecord], waiting: Sequence[RankRecord]) -> str:
+    waiting = [_with_first_late_call(record, late) for record in waiting]
     first = min(waiting, key=lambda record: record.rank)
     have = "has" if len(late) == 1 else "have"
     late_ranks = name_ranks([record.rank for record in late])
@@ -143,6 +145,18 @@ def _late_text(late: Sequence[RankRecord], waiting: Sequence[RankRecord]) -> str
     ]
     more = f" (and {len(late) - _MOST_PLACES} more)" if len(late) > _MOST_PLACES else ""
     return f"{'; '.join(texts)}{more}"
+
+
+def _with_first_late_call(record: RankRecord, late: Sequence[RankRecord]) -> RankRecord:
+    """Returns the record of a rank that waits, with the name of the first collective that a late rank has not called,
+    such as one of several buckets that are exchanged at the same time. Torch does not say in which one a rank fails."""
+    for call in record.calls:
+        if call.is_point_to_point or not call.name.startswith(record.exchange):
+            continue
+        numbers = [[theirs.number for theirs in other.calls if theirs.group == call.group] for other in late]
+        if any(of_rank and call.number > max(of_rank) for of_rank in numbers):
+            return replace(record, exchange=call.name)
+    return record
 
 
 def _is_in(record: RankRecord, other: RankRecord) -> str:

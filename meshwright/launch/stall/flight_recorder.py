@@ -28,7 +28,7 @@ _ALIKE_ON_ALL_RANKS = ("all-reduce", "broadcast", "all-gather", "reduce-scatter"
 @dataclass(frozen=True)
 class CollectiveCall:
     """A collective that a rank has called. `number` counts the collectives of the group. `sizes` and `dtypes` are those
-    of its inputs."""
+    of its inputs. `name` says in words what it exchanges; empty if the model does not know it."""
 
     group: str
     number: int
@@ -37,6 +37,7 @@ class CollectiveCall:
     dtypes: tuple[str, ...]
     is_done: bool
     is_point_to_point: bool
+    name: str = ""
 
     @property
     def elements(self) -> int:

@@ -19,6 +19,7 @@ _MODULE_CALL = re.compile(r"torch[/\\]nn[/\\]modules[/\\]module\.py$")
 _FULLY_SHARD = re.compile(r"torch[/\\]distributed[/\\]fsdp[/\\]_fully_shard[/\\]")
 _WAIT = re.compile(r"\.wait\(|wait_tensor|\bsynchronize\(|\.barrier\(")
 _LOADER = re.compile(r"torch[/\\]utils[/\\]data[/\\]dataloader\.py$")
+_PARALLEL = "meshwright.parallel."  # modules that run the user's model, such as a stage of a pipeline
 _BACKWARD = re.compile(r"torch[/\\]autograd[/\\]graph\.py$")
 # What ranks exchange in files of ours and of torch, by a part of the path. The innermost file counts.
 _EXCHANGES = (
@@ -97,6 +98,8 @@ def _current_module(stack: Sequence[StackEntry]) -> str:
         if frame.f_code.co_name == "_call_impl" and _MODULE_CALL.search(frame.f_code.co_filename):
             module = frame.f_locals.get("self")
             modules += [] if module is None or any(module is other for other in modules) else [module]
+    while len(modules) > 1 and type(modules[0]).__module__.startswith(_PARALLEL):
+        del modules[0]
     if not modules:
         return ""
     names = {id(module): name for name, module in modules[0].named_modules()}

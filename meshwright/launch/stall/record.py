@@ -6,7 +6,7 @@ import threading
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from meshwright.launch.heartbeat import Heartbeat
+from meshwright.launch.heartbeat import ExchangeNames, Heartbeat
 from meshwright.launch.stall.flight_recorder import CollectiveCall, parse_calls, plain_calls, recorded_calls
 from meshwright.launch.stall.position import find_position, format_stack, stack_of, stack_of_error
 
@@ -48,18 +48,19 @@ def record_of_thread(rank: int, heartbeat: Heartbeat, thread: int, error: BaseEx
     frames = sys._current_frames()
     stack = stack_of(frames.get(thread)) if error is None else stack_of_error(innermost(error).__traceback__)
     position = find_position(stack)
-    calls = tuple(recorded_calls())
+    names = heartbeat.exchanges
+    calls = tuple(_with_name(call, names) for call in recorded_calls())
     if error is not None:
         calls = _with_failed_call(calls, position.operation)
     pending = [call for call in calls if not call.is_done]
-    names = heartbeat.exchanges
     waiting = names.waiting() if names is not None else None
     is_waiting = bool(waiting or position.operation or (heartbeat.device == "cuda" and pending))
     exchange = ""
     if is_waiting:
-        exchange = _name_by_model(pending, heartbeat) or waiting or position.exchange
+        exchange = next((call.name for call in pending if call.name), None) or waiting or position.exchange
         exchange = exchange or f"{_called_here(pending, position.operation)} called in {position.place}"
-    stacks = f"the thread that trains:\n{format_stack(stack)}" + "".join(
+    trains = format_stack(stack) if error is None else _format_error(error)
+    stacks = f"the thread that trains:\n{trains}" + "".join(
         f"{name}:\n{format_stack(stack_of(frames[number]))}"
         for number, name in _other_threads(thread)
         if number in frames
@@ -92,12 +93,16 @@ def innermost(error: BaseException) -> BaseException:
     return error
 
 
-def _name_by_model(pending: list[CollectiveCall], heartbeat: Heartbeat) -> str | None:
-    """Returns the first pending collective that the model knows, such as that of a bucket of gradients."""
-    if heartbeat.exchanges is None:
-        return None
-    names = (heartbeat.exchanges.name(call.operation, call.elements) for call in pending)
-    return next(filter(None, names), None)
+def _with_name(call: CollectiveCall, names: ExchangeNames | None) -> CollectiveCall:
+    """Returns the call with what it exchanges, if the model knows that, such as a bucket of gradients."""
+    name = names.name(call.operation, call.elements) if names is not None else None
+    return replace(call, name=name) if name else call
+
+
+def _format_error(error: BaseException) -> str:
+    """Returns the stacks of an error and of those that led to it, which may come from other threads."""
+    cause = f"caused by:\n{_format_error(error.__cause__)}" if error.__cause__ is not None else ""
+    return format_stack(stack_of_error(error.__traceback__)) + cause
 
 
 def _other_threads(thread: int) -> list[tuple[int, str]]:

@@ -1,5 +1,7 @@
 """The line about a stall names the right rank, what it does, and who waits for it in which exchange."""
 
+from dataclasses import replace
+
 import pytest
 
 from meshwright.launch.stall.diagnosis import diagnose
@@ -29,6 +31,18 @@ def test_the_stuck_rank_and_those_that_wait_for_it_are_named() -> None:
     waiting = [record(rank, LAYER, "backward") for rank in (0, 2, 3)]
     assert line(*waiting, stuck) == (
         f"rank 1 has not entered the {LAYER} at step 312; ranks 0, 2, 3 wait there; rank 1 is in DataLoader.__next__"
+    )
+
+
+def test_the_first_bucket_that_the_stuck_rank_has_not_called_is_named() -> None:
+    """Torch counts all of them as done when the rank that waits has failed."""
+    calls = [replace(call(number), is_done=True) for number in (6, 7, 8)]
+    buckets = [replace(calls[number], name=f"gradient exchange of layer{number}") for number in (1, 2)]
+    waiting = record(0, "gradient exchange", calls=(replace(calls[0], name="gradient exchange of layer0"), *buckets))
+    stuck = record(1, place="f (m.py, line 3)", calls=(calls[0],))
+    assert line(waiting, stuck) == (
+        "rank 1 has not entered the gradient exchange of layer1 at step 312; rank 0 waits there; rank 1 is in"
+        " f (m.py, line 3)"
     )
 
 
