@@ -1,6 +1,8 @@
 """The sections of a run's page that compare ranks: time by kind, stragglers and memory."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -15,8 +17,9 @@ from meshwright.report.run.kinds import (
     mean_kinds,
     rank_speeds,
 )
-from meshwright.report.run.record import RunRecord
+from meshwright.report.run.record import RankTimes, RunRecord
 from meshwright.report.units import bytes_text
+from meshwright.train.output.times.stragglers import find_straggler
 
 _MOST_COLUMNS = 240  # of charts over time with one column for each stretch of steps
 _SLOW = 1.1  # a rank whose computing takes this much longer than the median is named
@@ -138,6 +141,7 @@ def _stragglers(
 ) -> Section:
     speeds = rank_speeds(windows)
     slow = [speed for speed in speeds if speed.relative >= _SLOW]
+    ranks = sorted(run.ranks)
     hosts = {
         rank: next((event.host for event in reversed(times.events) if event.kind == "start"), "")
         for rank, times in run.ranks.items()
@@ -152,6 +156,9 @@ def _stragglers(
         )
     else:
         verdict = f"No rank computes {_SLOW - 1:.0%} longer than the median rank."
+    straggler = find_straggler([_seconds(run.ranks[rank]) for rank in ranks], _SLOW)
+    if straggler is not None:
+        verdict += f" With loading, {replace(straggler, rank=ranks[straggler.rank]).describe()}."
     rows: list[list[TableCell]] = [
         [
             speed.rank,
@@ -173,6 +180,14 @@ def _stragglers(
         " others wait.",
         parts,
     )
+
+
+def _seconds(times: RankTimes) -> dict[str, float]:
+    """The seconds of a rank in all recorded steps, by activity."""
+    totals: Counter[str] = Counter()
+    for window in times.windows:
+        totals.update(window.seconds)
+    return dict(totals)
 
 
 def _heat_map(ranks: Sequence[int], stretches: Sequence[Sequence[StepKinds]]) -> Chart:

@@ -1,6 +1,7 @@
 """The page of a run, of whatever its folder holds."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from meshwright.errors import InputError
 from meshwright.report.page import KeyFigures, Page, Table, render
 from meshwright.report.run.page import run_page
+from meshwright.train.output.activity_times import times_file
 from meshwright.train.output.folder import RunFolder
 from tests.report.made_up_run import HOSTILE, SLOW_RANK, make_run
 
@@ -43,6 +45,20 @@ def test_a_finished_run_has_every_section(run: Path) -> None:
 def test_the_slow_rank_is_named(run: Path) -> None:
     section = next(section for section in run_page(run).sections if section.title == "Stragglers")
     assert section.explanation.startswith(f"Rank {SLOW_RANK} computes at least 10% longer")
+    assert f" With loading, rank {SLOW_RANK} is 1.2 times slower" in section.explanation
+
+
+def test_a_rank_that_loads_slowly_is_named(copy: Path) -> None:
+    file = times_file(RunFolder(copy).times, 0)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        if "seconds" in line and "steps" in line:
+            line["seconds"]["data"] = 3 * sum(line["seconds"].values())
+    file.write_text("\n".join(map(json.dumps, lines)))
+    section = next(section for section in run_page(copy).sections if section.title == "Stragglers")
+    assert re.search(
+        r" With loading, rank 0 is \d\.\d times slower .*: 75% of its step is loading data\.", section.explanation
+    )
 
 
 def test_the_error_of_the_prediction_is_shown(run: Path) -> None:

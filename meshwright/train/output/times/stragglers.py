@@ -9,6 +9,7 @@ are those of the host, so a slow device is not seen, but a slow loader is."""
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -28,55 +29,65 @@ class StragglerWatch:
         self._tell = tell
         self._folder = folder
         self._ranks = ranks
-        self._slow_rank = ""  # in the window before
-        self._line: str | None = None
+        self._step = -1  # the last step of the newest window that was looked at
+        self._before: Straggler | None = None  # in the window before
+        self._straggler: Straggler | None = None
 
     def look(self) -> None:
-        """Tells the user, once, of a rank that is slow for the second window in a row."""
-        line = describe_straggler(self._folder, self._ranks) if self._line is None else None
-        rank, before = line.partition(" is ")[0] if line else "", self._slow_rank
-        self._slow_rank = rank
-        if line and rank == before:
-            self._line = line
-            self._tell(f"warning: {line}")
+        """Tells the user, once, of a rank that is slow in the second window in a row."""
+        if self._straggler is not None:
+            return
+        windows = [_last_windows(times_file(self._folder, rank)) for rank in range(self._ranks)]
+        common = set.intersection(*(set(of_rank) for of_rank in windows))
+        if not common or max(common) <= self._step:  # this machine may not have the files of all ranks
+            return
+        self._step = max(common)
+        straggler, before = find_straggler([of_rank[self._step] for of_rank in windows]), self._before
+        self._before = straggler
+        if straggler is not None and before is not None and straggler.rank == before.rank:
+            self._straggler = straggler
+            self._tell(f"warning: {straggler.describe()}")
 
     def result(self) -> dict[str, str]:
         """What result.json says about it."""
-        return {} if self._line is None else {"straggler": self._line}
+        return {} if self._straggler is None else {"straggler": self._straggler.describe()}
 
 
-def describe_straggler(folder: Path, ranks: int) -> str | None:
-    """Returns a line about the slowest rank in the newest window that all ranks have written; None if no rank is slow,
-    or if this machine does not have the files of all ranks."""
-    windows = [_last_windows(times_file(folder, rank)) for rank in range(ranks)]
-    common = set.intersection(*(set(of_rank) for of_rank in windows))
-    if not common:
-        return None
-    step = max(common)
-    return name_straggler([of_rank[step] for of_rank in windows])
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that is `slowdown` times slower than the median of the other ranks. `share` of its step is the activity
+    that takes longer than on the others by the most."""
+
+    rank: int
+    slowdown: float
+    activity: str
+    share: float
+
+    def describe(self) -> str:
+        return (
+            f"rank {self.rank} is {self.slowdown:.1f} times slower than the median of the other ranks:"
+            f" {self.share:.0%} of its step is {_WORDS.get(self.activity, self.activity)}"
+        )
 
 
-def name_straggler(seconds: Sequence[Seconds]) -> str | None:
-    """Returns the line for the seconds of each rank in the same window; None if no rank is slow."""
+def find_straggler(seconds: Sequence[Seconds], slow: float = SLOW) -> Straggler | None:
+    """Returns the slowest rank, by the seconds of each rank in the same steps; None if no rank is `slow` times slower
+    than the others."""
     if len(seconds) < 2:
         return None
     busy = [sum(window.values()) - window.get(EXCHANGE, 0.0) for window in seconds]
-    slow = max(range(len(busy)), key=busy.__getitem__)
-    others = [value for rank, value in enumerate(busy) if rank != slow]
-    usual = median(others)
-    if usual <= 0 or busy[slow] < SLOW * usual:
+    slowest = max(range(len(busy)), key=busy.__getitem__)
+    usual = median([value for rank, value in enumerate(busy) if rank != slowest])
+    if usual <= 0 or busy[slowest] < slow * usual:
         return None
     excess = {
-        name: value - median([window.get(name, 0.0) for rank, window in enumerate(seconds) if rank != slow])
-        for name, value in seconds[slow].items()
+        name: value - median([window.get(name, 0.0) for rank, window in enumerate(seconds) if rank != slowest])
+        for name, value in seconds[slowest].items()
         if name != EXCHANGE
     }
-    cause = max(excess, key=excess.__getitem__)
-    share = seconds[slow][cause] / sum(seconds[slow].values())
-    return (
-        f"rank {slow} is {busy[slow] / usual:.1f} times slower than the median of the other ranks: {share:.0%} of its"
-        f" step is {_WORDS.get(cause, cause)}"
-    )
+    activity = max(excess, key=excess.__getitem__)
+    share = seconds[slowest][activity] / sum(seconds[slowest].values())
+    return Straggler(slowest, busy[slowest] / usual, activity, share)
 
 
 def _last_windows(file: Path) -> dict[int, Seconds]:

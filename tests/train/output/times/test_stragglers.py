@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from meshwright.train.output.activity_times import times_file
-from meshwright.train.output.times.stragglers import StragglerWatch, name_straggler
+from meshwright.train.output.times.stragglers import StragglerWatch, find_straggler
 
 USUAL = {"data": 0.01, "forward": 0.2, "backward": 0.3, "exchange": 0.49}
 LOADING = {"data": 0.62, "forward": 0.15, "backward": 0.23}
@@ -17,19 +17,22 @@ def write(folder: Path, rank: int, step: int, seconds: dict[str, float]) -> None
 
 
 def test_the_slow_rank_and_its_activity_are_named() -> None:
-    assert name_straggler([USUAL, LOADING, USUAL]) == LINE
+    straggler = find_straggler([USUAL, LOADING, USUAL])
+    assert straggler is not None
+    assert (straggler.rank, straggler.activity) == (1, "data")
+    assert straggler.describe() == LINE
 
 
 def test_equal_ranks_and_a_single_rank_are_not_slow() -> None:
-    assert name_straggler([USUAL, USUAL]) is None
-    assert name_straggler([LOADING]) is None
+    assert find_straggler([USUAL, USUAL]) is None
+    assert find_straggler([LOADING]) is None
 
 
 def test_a_slow_activity_is_the_one_that_takes_longer_than_elsewhere() -> None:
     """Its backward pass takes most of its time, as that of the others does; its forward pass is slow."""
-    line = name_straggler([{"forward": 0.1, "backward": 0.3}, {"forward": 0.4, "backward": 0.5}])
-    assert line is not None
-    assert line.endswith("44% of its step is the forward pass")
+    straggler = find_straggler([{"forward": 0.1, "backward": 0.3}, {"forward": 0.4, "backward": 0.5}])
+    assert straggler is not None
+    assert straggler.describe().endswith("44% of its step is the forward pass")
 
 
 def test_a_rank_is_named_once_and_only_after_two_slow_windows(tmp_path: Path) -> None:
@@ -41,6 +44,7 @@ def test_a_rank_is_named_once_and_only_after_two_slow_windows(tmp_path: Path) ->
         write(tmp_path, 0, step, USUAL)
         write(tmp_path, 1, step, LOADING)
         watch.look()
+        watch.look()  # at the same window
         counts.append(len(told))
     assert (counts, told) == ([0, 1, 1], [f"warning: {LINE}"])
     assert watch.result() == {"straggler": LINE}
