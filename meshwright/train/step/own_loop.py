@@ -30,6 +30,7 @@ from meshwright.data.samples import check_undivided, is_hugging_face
 from meshwright.errors import InputError
 from meshwright.limits import is_number
 from meshwright.parallel.model import ParallelModel
+from meshwright.parallel.weights.unused import UnusedParameters
 from meshwright.plan import Plan
 from meshwright.train.loss.loss import Loss
 from meshwright.train.step.batch import move_to_device, samples_in
@@ -64,6 +65,7 @@ class OwnLoop:
         self.checks_first_batch = False  # whether the first batch of another loader is compared between ranks
         self.seeds_passes = True  # whether `model` seeds the generators; otherwise it draws from them as they are
         self.explainer: Explainer | None = None
+        self._unused_parameters = UnusedParameters()
         self._synchronizes = True
         self._prepared_share: PreparedShare | None = None  # what the loop of a prepared loader trains on at the moment
         self._forward_passes = 0  # since the last optimizer step
@@ -181,8 +183,12 @@ class OwnLoop:
         return norm
 
     def _before_optimizer_step(self) -> None:
-        """Raises an `InputError` if a loop has computed gradients that are not combined over the data ranks: every rank
-        would go on with weights of its own."""
+        """Looks for parameters without a gradient. Raises an `InputError` if a loop has computed gradients that are not
+        combined over the data ranks: every rank would go on with weights of its own."""
+        self._check_combined()
+        self._unused_parameters.look(self._parallel)
+
+    def _check_combined(self) -> None:
         if not self._has_own_passes or self._gradients_are_combined or self._parallel.plan.data_ranks == 1:
             return
         if self._gradients_are_combined is False:
