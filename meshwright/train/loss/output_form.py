@@ -1,7 +1,7 @@
 """Random values in the form of a model's output, for trying a loss function without running the model."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,10 @@ from meshwright.batch import split_batch
 from meshwright.output_trees import register_dataclasses
 from meshwright.profile.fake import FakeRules, fake_batch, fake_model, one_sequence_per_row
 from meshwright.profile.torch_private import FakeTensorMode
-from meshwright.train.torch_private import tree_flatten, tree_unflatten
+from meshwright.train.torch_private import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+_LARGEST_OUTPUT = 2**24  # numbers; of a larger output, fewer positions are made
+_POSITIONS = 64  # of a dimension that is made shorter
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,40 @@ class OutputForm:
             size = 0 if dim is None else leaf.shape[dim] // self.samples
             parts.append(leaf if dim is None else leaf.narrow(dim, sample * size, size))
         return tree_unflatten(parts, structure)
+
+
+def shorten_sequences(form: OutputForm, target: Any) -> tuple[OutputForm, Any]:
+    """Returns the form and the target, with fewer positions if the output is large, such as that of a language model
+    with long sequences and many words. A dimension that both have, and that is not the samples', becomes shorter."""
+    if all(value.numel() <= _LARGEST_OUTPUT for value in form.values if isinstance(value, Tensor)):
+        return form, target
+    dims = [
+        [] if not isinstance(value, Tensor) else [size for dim, size in enumerate(value.shape) if dim != samples_dim]
+        for value, samples_dim in zip(form.values, form.sample_dims, strict=True)
+    ]
+    lengths = {
+        size
+        for value in tree_leaves(target)
+        if isinstance(value, Tensor)
+        for size in value.shape[1:]
+        if size > _POSITIONS and any(size in sizes for sizes in dims)
+    }
+
+    def shorten(value: Any, samples_dim: int | None = 0) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        for dim, size in enumerate(value.shape):
+            if dim != samples_dim and size in lengths:
+                kept = torch.linspace(0, size - 1, _POSITIONS).long()
+                value = value.index_select(dim, kept.to(value.device))
+        return value
+
+    def without_memory(value: Any) -> Any:
+        is_tensor = isinstance(value, Tensor)
+        return torch.empty(value.shape, dtype=value.dtype, device="meta") if is_tensor else value
+
+    shorter = tuple(map(shorten, map(without_memory, form.values), form.sample_dims))
+    return replace(form, values=shorter), tree_map(shorten, target)
 
 
 class FakeModel:

@@ -24,7 +24,7 @@ from meshwright.profile.tracing.real_tensors import model_device
 from meshwright.train.loss.cross_entropy import Count, CountedMean, CountTargets, FindIgnoredTargets
 from meshwright.train.loss.joined import JoinedLoss, count_rows
 from meshwright.train.loss.loss import Loss, LossFunction, ModelLoss, classify_loss, loss_from_model
-from meshwright.train.loss.output_form import FakeModel, OutputForm
+from meshwright.train.loss.output_form import FakeModel, OutputForm, shorten_sequences
 from meshwright.train.loss.target_counts import COUNTS, CountedByTarget, has_rows, shorten_one_row, varied_targets
 from meshwright.train.torch_private import (
     AnyBatchNorm,
@@ -52,7 +52,7 @@ def find_loss(function: LossFunction, model: FakeModel, sample: Any, target_key:
     form = model.output_form(sample, _SAMPLES, target_key)
     if form is None:
         return loss
-    target = _repeat_samples(split_batch(sample, target_key).target, _SAMPLES)
+    form, target = shorten_sequences(form, _repeat_samples(split_batch(sample, target_key).target, _SAMPLES))
     for dtype in _TOLERANCES:
         for change in _CHANGES:
             output = form.make(torch.Generator().manual_seed(0), dtype, change)

@@ -233,3 +233,31 @@ def test_a_trial_changes_neither_the_model_nor_the_random_numbers() -> None:
     find_loss(lambda output, batch: mean_over_valid(output, batch) + torch.rand(()), FakeModel(model), sample, None)
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+
+
+class TestLongSequences:
+    """A language model of 65,536 tokens and 1,000 words: a trial with all logits would need 2.6 GB."""
+
+    def sizes_and_kind(self, function: Callable[[Tensor, Tensor], Tensor]) -> tuple[set[int], str, str]:
+        words = torch.arange(65_536)[None] % 1_000
+        words[:, -20_000:] = -100
+        sizes = set()
+
+        def with_sizes(output: Tensor, target: Tensor) -> Tensor:
+            sizes.add(output.numel())
+            return function(output, target)
+
+        loss = find_loss(with_sizes, FakeModel(nn.Embedding(1_000, 1_000, device="meta")), (words, words), None)
+        return sizes, loss.kind, type(loss.function).__name__
+
+    def test_are_tried_on_a_part_of_the_positions(self) -> None:
+        sizes, kind, function = self.sizes_and_kind(lambda o, t: cross_entropy(o.flatten(0, 1), t.flatten()))
+        assert max(sizes) == 5 * 64 * 1_000
+        assert (kind, function) == ("samples", "partial")  # a count of the targets that are not ignored
+
+    def test_sums_are_found_there(self) -> None:
+        sizes, kind, _ = self.sizes_and_kind(
+            lambda o, t: cross_entropy(o.flatten(0, 1), t.flatten(), reduction="none").sum()
+        )
+        assert max(sizes) == 5 * 64 * 1_000
+        assert kind == "sum"
