@@ -11,6 +11,9 @@ OperatorKind = Literal[
 
 aten = torch.ops.aten
 
+# Grouped products that are no operators of torch: of profile/grouped_products.py, of workloads/text/experts.py, and of
+# the transformers library where torch has no kernel.
+GROUPED_PRODUCTS = ("grouped_product", "looped_product", "looped_weight_gradient", "grouped_mm_fallback")
 _MATMUL = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm, aten._grouped_mm}
 _CONVOLUTION = {aten.convolution, aten.convolution_backward, aten.cudnn_convolution}
 _NORM = (
@@ -56,7 +59,7 @@ def operator_kind(func: Any) -> OperatorKind:
     """The kind of an operator, given the `OpOverload` that torch dispatches."""
     packet = func._overloadpacket
     name = packet.__name__
-    if packet in _MATMUL:
+    if packet in _MATMUL or name in GROUPED_PRODUCTS:
         return "matmul"
     if packet in _CONVOLUTION:
         return "convolution"

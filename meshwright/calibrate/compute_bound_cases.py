@@ -19,6 +19,7 @@ def compute_bound_cases(large: bool) -> Iterator[OperatorCase]:
     """Yields the cases for a GPU (`large`) or for a CPU core."""
     yield from _matmuls(large)
     yield from _batched_matmuls(large)
+    yield from _grouped_matmuls(large)
     yield from _attentions(large)
     yield from _convolutions(large)
 
@@ -93,6 +94,39 @@ def _bmm(shape: _Shape, dtype: torch.dtype, device: torch.device) -> TimedCall:
     b, m, n, k = shape
     left, right = (random_leaf(size, dtype, device).detach() for size in ((b, m, k), (b, k, n)))
     return lambda: torch.bmm(left, right)
+
+
+def _grouped_matmuls(large: bool) -> Iterator[OperatorCase]:
+    """Products of rows with one matrix per group, and their two gradients, as a mixture of experts computes them."""
+    shapes: tuple[_Shape, ...] = ((4, 96, 96, 48), (4, 384, 96, 192))
+    if large:
+        shapes = (
+            (8, 1536, 3072, 768), (8, 6144, 1536, 768), (8, 12288, 3072, 768), (8, 12288, 768, 1536),
+            (8, 24576, 6144, 1536), (8, 24576, 1536, 6144), (8, 12288, 12288, 3072), (32, 12288, 1536, 768),
+            (32, 24576, 768, 1536), (32, 49152, 1536, 3072), (96, 24576, 768, 1536), (96, 49152, 1536, 768),
+            (96, 6144, 1536, 768),
+        )  # fmt: skip
+    for shape in shapes:
+        groups, m, n, k = shape
+        moved, flops = m * k + groups * k * n + m * n, 2 * m * n * k
+        yield OperatorCase(
+            "grouped_matmul",
+            shape,
+            partial(_grouped_product, shape),
+            moved,
+            2 * moved,
+            4 * groups,
+            flops,
+            2 * flops,
+            dtypes=COMPUTE_BOUND_DTYPES,
+        )
+
+
+def _grouped_product(shape: _Shape, dtype: torch.dtype, device: torch.device) -> TimedCall:
+    groups, m, n, k = shape
+    rows, weights = random_leaf((m, k), dtype, device), random_leaf((groups, n, k), dtype, device)
+    ends = torch.arange(1, groups + 1, dtype=torch.int32, device=device) * (m // groups)
+    return lambda: F.grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
 
 
 def _attentions(large: bool) -> Iterator[OperatorCase]:

@@ -323,6 +323,8 @@ def _row(timed: _CallToTime, seconds: float, batch: int, rank: _Rank) -> Operato
         sizes = [
             size if name.endswith(side) else -(-size // 8) * 8 for side, size in zip("mnk", sizes[1:], strict=True)
         ]
+    elif name == "grouped_matmul":
+        sizes = [max(1, round(2**size)) for size in lookup.sizes]
     elif name.endswith("_gradient"):
         sizes = sizes[1:]
     elif name == "attention":

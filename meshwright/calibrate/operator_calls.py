@@ -18,7 +18,7 @@ from torch import Tensor
 from meshwright.blocks.convolutions import convolution, convolution_gradients, is_suitable
 from meshwright.dtypes import DTYPES_BY_TORCH_NAME, ITEM_BYTES
 from meshwright.profile.values import BatchPolynomial, Operator
-from meshwright.simulator.compute.lookup import bias_bytes
+from meshwright.simulator.compute.lookup import bias_bytes, group_count
 
 aten = torch.ops.aten
 OperatorCall = Callable[["TensorPool"], Tensor]
@@ -132,6 +132,8 @@ class CallBuilder:
             return None
         if operator.kind == "convolution":
             return self._convolution(operator, dtype, backward)
+        if operator.kind == "matmul" and (groups := round(group_count(operator))):
+            return _grouped_product(operator, groups, self._sizes(operator.shape), dtype)
         if operator.kind == "matmul":
             return _product(operator, self._sizes(operator.shape), dtype)
         if operator.kind == "attention":
@@ -285,6 +287,25 @@ def _product(operator: Operator, shape: _Shape, dtype: torch.dtype) -> OperatorC
     if operator.shape[3].linear and not operator.shape[1].linear:
         return lambda pool: pool.latest((k, m), dtype).t() @ pool.saved((k, n), dtype, owner)
     return lambda pool: pool.latest((m, k), dtype) @ pool.random((k, n), dtype, owner)
+
+
+def _grouped_product(operator: Operator, groups: int, shape: _Shape, dtype: torch.dtype) -> OperatorCall:
+    """Returns the call of a grouped product with groups of equal size. The gradient of the matrices sums over rows."""
+    _, m, n, k = shape
+    sums_over_rows, owner = not operator.shape[1].linear, object()
+    sizes = torch.full((groups,), (k if sums_over_rows else m) // groups, dtype=torch.int32)
+    sizes[-1] += (k if sums_over_rows else m) - int(sizes.sum())
+    ends = sizes.cumsum(0, dtype=torch.int32)
+
+    def run(pool: TensorPool) -> Tensor:
+        ends_there = ends.to(pool.device)
+        if sums_over_rows:
+            left, right = pool.latest((k, m), dtype).t(), pool.saved((k, n), dtype, owner)
+        else:
+            left, right = pool.latest((m, k), dtype), pool.random((groups, n, k), dtype, owner).transpose(-2, -1)
+        return F.grouped_mm(left, right, offs=ends_there)
+
+    return run
 
 
 def _attention(shape: _Shape, dtype: torch.dtype, backward: bool) -> OperatorCall:

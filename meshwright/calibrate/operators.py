@@ -6,7 +6,7 @@ than it has, are left out. In a model most inputs of an operator have left the c
 case runs on several sets of inputs in turn.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -28,14 +28,17 @@ JOINT_BACKWARDS = 16  # results that share one backward pass, in cases with fewe
 SMALL_ELEMENTS = {"cpu": 2**13, "cuda": 2**20}
 
 
-def measure_operators(device: torch.device, rates: dict[Dtype, float]) -> list[dict[str, Any]]:
-    """Returns the fields of one `OperatorTime` for each case, direction and dtype that was timed."""
+def measure_operators(
+    device: torch.device, rates: dict[Dtype, float], cases: Iterable[OperatorCase] | None = None
+) -> list[dict[str, Any]]:
+    """Returns the fields of one `OperatorTime` for each case, direction and dtype that was timed. `cases` are all of a
+    calibration if None."""
     rows: list[dict[str, Any]] = []
     # A dtype that a core only emulates is useless for training, and takes longer to measure than all other dtypes. A
     # core with instructions for a 16-bit dtype is not slower in it than in fp32, so a dtype with less than a quarter of
     # the fp32 rate is emulated.
     emulated = {dtype for dtype, rate in rates.items() if device.type == "cpu" and rate < rates["fp32"] / 4}
-    for case in operator_cases(device.type):
+    for case in operator_cases(device.type) if cases is None else cases:
         for dtype in case.dtypes:
             if dtype in rates and dtype not in emulated and not _exceeds_limits(case, rates[dtype], device):
                 with float32_matmul_precision(dtype):

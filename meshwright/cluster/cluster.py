@@ -39,6 +39,7 @@ MeasuredOperator = Literal[
     "input_gradient",
     "weight_gradient",
     "batched_matmul",
+    "grouped_matmul",
     "attention",
     "convolution",
     "norm",
@@ -75,7 +76,7 @@ class _FrozenValue(BaseModel):
 # How many numbers the shape of an operator has if its time is looked up by shape. The others are looked up by bytes.
 _SHAPE_SIZES: dict[str, int] = {
     **dict.fromkeys(("matmul", "input_gradient", "weight_gradient", "optimizer"), 3),
-    **dict.fromkeys(("batched_matmul", "attention"), 4),
+    **dict.fromkeys(("batched_matmul", "grouped_matmul", "attention"), 4),
     "convolution": 8,
 }
 
@@ -87,6 +88,7 @@ class OperatorTime(_FrozenValue):
     matmul                              m n k, of a linear layer
     input_gradient, weight_gradient     m n k, of products whose second operand, or both, are not contiguous along k
     batched_matmul                      batch m n k
+    grouped_matmul                      groups m n k, of m rows in groups of equal size, each with a matrix of its own
     attention                           batch heads sequence head_dim, causal
     convolution                         n c_in h w c_out kernel stride groups
     norm                                rows columns (LayerNorm), or n c h w (BatchNorm)

@@ -17,11 +17,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from meshwright.dtypes import AUTOCAST_DTYPES, HALF_DTYPES, float32_matmul_precision
 from meshwright.plan import Plan
+from meshwright.profile.grouped_products import cast_grouped_products
 
 
 def forward_precision(plan: Plan, device_type: str) -> AbstractContextManager[Any]:
     """The context in which a model's forward pass runs. Each forward pass needs a new one."""
     if plan.numerics.precision in AUTOCAST_DTYPES:
+        cast_grouped_products()
         return torch.autocast(device_type, dtype=AUTOCAST_DTYPES[plan.numerics.precision])
     return nullcontext()
 

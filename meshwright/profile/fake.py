@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.errors import InputError
 from meshwright.profile.experts import route_evenly
+from meshwright.profile.grouped_products import traced_grouped_product
 from meshwright.profile.torch_private import FakeTensorMode, tree_leaves, tree_map
 from meshwright.user_code import user_position
 
@@ -39,10 +40,10 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, skipped: Iterable[str] = 
 class FakeRules(TorchFunctionMode):
     """Within this mode, two kinds of calls work on fake tensors that fail on them otherwise.
 
-    Grouped products, of which torch knows the shapes in bf16 only, run in bf16. A random number without dimensions is
-    0.5, because models use one to decide whether to skip a layer (Whisper), and a fake tensor has no value. This is for
-    costs only: without `fixes_random_scalars` such a model fails, because how it can be split or cut must not depend on
-    a random number.
+    Grouped products, of which torch knows the shapes in bf16 only, run in any dtype. A random number without dimensions
+    is 0.5, because models use one to decide whether to skip a layer (Whisper), and a fake tensor has no value. This is
+    for costs only: without `fixes_random_scalars` such a model fails, because how it can be split or cut must not
+    depend on a random number.
     """
 
     def __init__(self, fixes_random_scalars: bool = True) -> None:
@@ -57,8 +58,7 @@ class FakeRules(TorchFunctionMode):
         if self._fixes_random_scalars and name == "rand" and list(args) in ([[]], [()]):
             return torch.tensor(0.5)
         if name in ("grouped_mm", "_grouped_mm"):
-            products = [value.bfloat16() for value in args[:2]]
-            return func(*products, *args[2:], **kwargs).to(args[0].dtype)
+            return traced_grouped_product(args[0], args[1], args[2] if len(args) > 2 else kwargs["offs"])
         return func(*args, **kwargs)
 
 

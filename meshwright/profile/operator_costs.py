@@ -22,12 +22,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from meshwright.blocks.operator_kinds import OperatorKind
+from meshwright.blocks.operator_kinds import GROUPED_PRODUCTS, OperatorKind
 from meshwright.profile.torch_private import operator_arguments, operator_name, operator_packet, tree_leaves
 
 aten = torch.ops.aten
-# The grouped products of workloads/text/experts.py and of the transformers library where torch has no kernel.
-_LOOPED_PRODUCTS = ("looped_product", "looped_weight_gradient", "grouped_mm_fallback")
 _TORCH_FORMULAS: dict[Any, Callable[..., int]] = dict(flop_registry)
 
 
@@ -48,7 +46,7 @@ def operator_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], res
         return gradient_count * _convolution_flops(args[1], args[2], args[0], transposed=args[7])
     if packet is aten.convolution:
         return _convolution_flops(args[0], args[1], result, transposed=args[6])
-    if packet is aten._grouped_mm or name in _LOOPED_PRODUCTS:
+    if packet is aten._grouped_mm or name in GROUPED_PRODUCTS:
         left, right = args[:2]
         columns = right.shape[1] if name == "looped_product" else right.shape[-1]
         return int(2 * left.shape[-2] * left.shape[-1] * columns)
@@ -67,7 +65,8 @@ def operator_shape(kind: OperatorKind, func: Any, args: tuple[Any, ...], result:
     if kind == "matmul":
         tensors = [value for value in args if isinstance(value, Tensor)]
         # The last tensor of a grouped product has the offsets of its groups.
-        left, right = tensors[:2] if operator_packet(func) is aten._grouped_mm else tensors[-2:]
+        is_grouped = operator_packet(func) is aten._grouped_mm or operator_name(func) in GROUPED_PRODUCTS
+        left, right = tensors[:2] if is_grouped else tensors[-2:]
         *batch, m, k = left.shape
         return (prod(batch), m, right.shape[-1], k)
     if kind == "attention":

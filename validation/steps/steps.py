@@ -165,6 +165,8 @@ def _measure_step_s(row: StepRow, world: World, steps: int) -> float:
     inputs, targets = _batch(row.case, str(world.device), row.case["batch"] // row.ranks)
     if inputs.is_floating_point():
         inputs = torch.randn_like(inputs)
+    if words := row.case.get("words"):  # equal tokens would all choose the same experts
+        inputs = targets = torch.randint(words, inputs.shape, device=world.device)
     if "digits" in row.case["input"]:  # a single class is soon learned, and denormal gradients are slow to compute
         targets = torch.randint(10, targets.shape, device=world.device)
     if row.layout == "channels_last":

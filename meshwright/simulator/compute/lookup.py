@@ -7,8 +7,9 @@ batch tell its number of channels; the bytes of a convolution beyond images and 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isclose, log2
+from math import isclose, log2, prod
 
+from meshwright.blocks.operator_kinds import GROUPED_PRODUCTS
 from meshwright.cluster.cluster import OperatorTime
 from meshwright.dtypes import ITEM_BYTES
 from meshwright.profile.values import Operator
@@ -69,6 +70,10 @@ def classify_operator(
     if kind == "view" or operator.name.startswith(("empty", "new_empty")):
         return None
     shape, size = [side.at(batch) for side in operator.shape], ITEM_BYTES.get(operator.dtype, 4)
+    if kind == "matmul" and (groups := group_count(operator)):
+        m, n, k = shape[1:]
+        m, k = (m, k) if operator.shape[1].linear else (k, m)  # a gradient of weights sums over the rows
+        return OperatorClass("grouped_matmul", _logs(groups, m * scale, n, k), flops, traffic)
     if kind == "matmul" and shape[0] > 1:
         return OperatorClass("batched_matmul", _logs(shape[0] * scale, *shape[1:]), flops, traffic)
     if kind == "matmul":
@@ -91,6 +96,15 @@ def classify_operator(
     ):
         return OperatorClass("widen", _logs(traffic * memory), 0.0, traffic)
     return OperatorClass(_class(operator), _logs(traffic * memory), 0.0, traffic)
+
+
+def group_count(operator: Operator) -> float:
+    """The number of matrices of a grouped product; 0 for other products. The bytes that do not grow with the batch are
+    those of the matrices, and of one int32 per group."""
+    if operator.name not in ("_grouped_mm", *GROUPED_PRODUCTS):
+        return 0.0
+    sides = [size.constant for size in operator.shape[1:] if not size.linear]
+    return operator.bytes.constant / (prod(sides) * ITEM_BYTES.get(operator.dtype, 4) + 4)
 
 
 def _class(operator: Operator) -> str:
@@ -120,6 +134,12 @@ def _unaligned_dimension(operator: Operator) -> str:
         side for side, size in zip("mnk", operator.shape[1:], strict=True) if not size.linear and size.constant % step
     }
     return next((f" {side}" for side in "kmn" if side in odd), "")
+
+
+def as_single_product(operator: Operator, batch: float, scale: float) -> tuple[str, tuple[float, ...]]:
+    """The class and the logarithms of the sizes of a product of all rows of a grouped product with one matrix."""
+    _, m, n, k = (size.at(batch) for size in operator.shape)
+    return _product_class(operator), _logs(m * scale, n, k)
 
 
 def as_stacked_product(operator: Operator, batch: float, scale: float) -> tuple[str, tuple[float, ...]]:
@@ -187,7 +207,7 @@ def classify_measurement(row: OperatorTime) -> tuple[str, tuple[float, ...]]:
         # some sizes that are not.
         odd = next((f" {side}" for side, size in zip("mnk", shape, strict=True) if size % 8), "")
         return f"matmul{odd}", _logs(*shape)
-    if row.operator in ("batched_matmul", "input_gradient", "weight_gradient"):
+    if row.operator in ("batched_matmul", "grouped_matmul", "input_gradient", "weight_gradient"):
         return row.operator, _logs(*shape)
     if row.operator == "norm" and len(shape) == 4:
         return "batch_norm", _logs(row.bytes, shape[1])

@@ -33,6 +33,7 @@ from meshwright.simulator.compute.lookup import (
     SUBSTITUTE_CLASSES,
     OperatorClass,
     as_matrix_product,
+    as_single_product,
     as_stacked_product,
     bias_bytes,
     classify_measurement,
@@ -189,6 +190,10 @@ def operator_s(operator: Operator, batch: float, speeds: DeviceSpeeds, backward:
     name = operator_class.name
     table = speeds.table(name, "backward" if backward else "forward", dtype)
     slowdown = table.slowdown(operator_class.sizes) if table else 1.0
+    if name == "grouped_matmul" and table is None:  # not measured: as a single product of all rows
+        single, sizes = as_single_product(operator, batch, speeds.compute_scale)
+        table = speeds.table(single, "backward" if backward else "forward", dtype)
+        slowdown = table.slowdown(sizes) if table else 1.0
     if name == "convolution" and dtype == "fp32" and speeds.tuned_fp32_convolutions:
         slowdown = min(slowdown, _tuned_slowdown(operator, operator_class, batch, speeds))
     if name == "batched_matmul":
