@@ -77,12 +77,12 @@ def test_every_class_of_operators_is_measured(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("meshwright.calibrate.operators.operator_cases", lambda kind: smallest.values())
     monkeypatch.setattr("meshwright.calibrate.operators.BUDGET_S", {"cpu": 1e-3})
     rows = [OperatorTime.model_validate(row) for row in measure_operators(torch.device("cpu"), {"fp32": 1e10})]
-    on_gpus_only = {"bias", "dropout", "widen", "input_gradient", "weight_gradient", "grouped_matmul"}
+    on_gpus_only = {"bias", "dropout", "widen", "input_gradient", "weight_gradient"}
     assert set(smallest) == set(get_args(MeasuredOperator)) - on_gpus_only
     assert {row.operator for row in rows} == set(smallest)
     backward = {row.operator for row in rows if row.direction == "backward"}
     losses = {"softmax", "log_softmax", "loss"}
-    assert backward == {"attention", "convolution", "norm", "pooling", "gelu", "embedding"} | losses
+    assert backward == {"attention", "convolution", "grouped_matmul", "norm", "pooling", "gelu", "embedding"} | losses
     assert {row.dtype for row in rows} == {"fp32"}
 
 
