@@ -30,7 +30,7 @@ from meshwright.data.samples import check_undivided, is_hugging_face
 from meshwright.errors import InputError
 from meshwright.limits import is_number
 from meshwright.parallel.model import ParallelModel
-from meshwright.parallel.weights.unused import UnusedParameters
+from meshwright.parallel.replicate.unused import UnusedParameters
 from meshwright.plan import Plan
 from meshwright.train.loss.loss import Loss
 from meshwright.train.step.batch import move_to_device, samples_in

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import meshwright as mw
-from meshwright.parallel.weights.unused import WATCHED_STEPS, describe_unused
+from meshwright.parallel.replicate.unused import WATCHED_STEPS, describe_unused
 from tests.ranks import RankPool
 
 PLANS: dict[str, dict[str, Any]] = {
