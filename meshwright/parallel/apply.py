@@ -34,12 +34,13 @@ from meshwright.parallel.check import check_cast, check_runnable, check_structur
 from meshwright.parallel.chunked_loss.head import head_to_join, join_head_with_loss
 from meshwright.parallel.compiled import Compilation, compile_model
 from meshwright.parallel.context.divide_model import SequenceDivision, context_group, divide_inputs
+from meshwright.parallel.context.experts import compute_local_tokens
 from meshwright.parallel.expert.average import averager_of_experts_and_others
 from meshwright.parallel.expert.check import check_experts
 from meshwright.parallel.expert.divide import divide_experts
 from meshwright.parallel.expert.loads import ExpertLoads
 from meshwright.parallel.float8 import convert_linears_to_float8
-from meshwright.parallel.mesh import build_mesh, copies_group, data_group, position_in_mesh
+from meshwright.parallel.mesh import build_mesh, data_group, position_in_mesh, token_group
 from meshwright.parallel.model import MakeAverager, ParallelModel
 from meshwright.parallel.pipeline.pipeline import PipelineExecutor
 from meshwright.parallel.pipeline.stages import LocalStages, cut_stages, recompute_stages
@@ -111,6 +112,8 @@ def apply(
         division = SequenceDivision(module, inputs, group, plan.modules.attention_exchange)
         for model in local.models:
             divide_inputs(model, division)
+        if plan.axes.expert == 1:  # experts that are divided over ranks get the tokens of the rank anyway
+            compute_local_tokens(local.models)
     if head:
         join_head_with_loss(head, plan.compute.loss_chunks, compiled=plan.compute.compile != "none")
     # Replace forward passes before DDP and FSDP2 register their hooks, which then run around the replaced passes.
@@ -288,7 +291,7 @@ def _replicate(
     # PowerSGD and local steps are communication hooks of torch, which always use the backend.
     uses_torch_hook = plan.gradients.powersgd_rank > 0 or plan.gradients.local_steps > 1
     algorithm = "native" if uses_torch_hook else plan.gradients.algorithm
-    reducer, reason = make_reducer(algorithm, copies_group(mesh), device, gradient_bytes)
+    reducer, reason = make_reducer(algorithm, token_group(mesh), device, gradient_bytes)
     if reason and mesh.get_rank() == 0:
         warnings.warn(f"{reason}: they go through the backend", stacklevel=2)
     make_averager = partial(

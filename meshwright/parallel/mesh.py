@@ -82,10 +82,17 @@ def last_stage(plan: Plan) -> int:
     return 0 if plan.pipeline.schedule == "zbv" and plan.stages_per_rank == 2 else plan.axes.pipeline - 1
 
 
-def copies_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group of the ranks that hold the same parameters as this rank and have different samples or tokens, for a
-    plan without the axes shard and expert."""
-    return joined_axes(mesh, ("replicate", "context"), "copies").get_group()
+def token_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group of the ranks that hold the same part of the model as this rank and have different samples or tokens.
+    Without a shard axis, they have copies of its parameters, except of experts (`expert_copies_group`)."""
+    return joined_axes(mesh, (*DATA_AXES, "context"), "tokens").get_group()
+
+
+def expert_copies_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The group of the ranks that hold the same experts as this rank, for a plan without a shard axis; None if there is
+    no other such rank."""
+    axes = ("replicate", "context")
+    return joined_axes(mesh, axes, "expert_copies").get_group() if any(has_axis(mesh, axis) for axis in axes) else None
 
 
 def data_group(mesh: DeviceMesh | None, plan: Plan) -> dist.ProcessGroup | None:

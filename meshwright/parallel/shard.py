@@ -119,9 +119,9 @@ def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = 
         _keep_gradient_hooks(module, hooks)
 
 
-def _sharding_mesh(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+def _sharding_mesh(mesh: DeviceMesh, axes: tuple[str, ...], name: str = "sharding") -> DeviceMesh:
     """The mesh over which FSDP2 shards, with these axes joined, and with the replicate axis if there is one."""
-    sharding = joined_axes(mesh, axes, "sharding")
+    sharding = joined_axes(mesh, axes, name)
     if not has_axis(mesh, "replicate"):
         return sharding
     assert sharding.mesh_dim_names is not None
@@ -129,17 +129,18 @@ def _sharding_mesh(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
 
 
 def _shard_experts(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> set[nn.Parameter]:
-    """Shards experts that are divided over the expert axis over the rest of the shard axis. Returns the weights of
-    experts that stay whole, because the expert axis is the whole shard axis; `finish_step` averages their gradients
-    over the replicate axis."""
+    """Shards experts that are divided over the expert axis over the rest of the shard axis and the context axis.
+    Returns the weights of experts that stay whole, because there is no such rank; `finish_step` averages their
+    gradients over the replicate axis."""
     if plan.axes.expert == 1:
         return set()
-    if not has_axis(mesh, "shard"):
+    if not has_axis(mesh, "shard") and not has_axis(mesh, "context"):
         return set(divided_parameters(module))
+    sharding = _sharding_mesh(mesh, ("shard", "context"), "expert_sharding")
     for layer in divided_layers(module):
         fully_shard(
             layer,
-            mesh=_sharding_mesh(mesh, ("shard",)),
+            mesh=sharding,
             reshard_after_forward=plan.memory.sharding == "parameters",
             mp_policy=sharding_policy(plan),
         )

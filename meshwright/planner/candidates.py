@@ -208,15 +208,21 @@ def _with_data_axes(
     possible within a node, and over as many as possible."""
     for divided in _with_replicas_or_shards(summary, inputs, sizes, data_ranks):
         yield divided
-        is_other = divided.splits_wide_layers or divided.placed_branches or divided.context > 1
+        is_other = divided.splits_wide_layers or divided.placed_branches
         if is_other or inputs.offload == "parameters":
             continue
         over = divided.shard if divided.shard > 1 else divided.replicate
         most = gcd(summary.expert_degree, over)
         within_node = gcd(most, max(1, inputs.devices_per_node // sizes.tensor))
         for ranks in sorted({most, within_node} - {1}):
-            if not summary.has_listed_experts or (divided.pipeline == 1 and divided.shard in (1, ranks)):
+            if not summary.has_listed_experts or _can_divide_list(divided, ranks):
                 yield replace(divided, expert=ranks)
+
+
+def _can_divide_list(sizes: AxisSizes, ranks: int) -> bool:
+    """Whether a list of experts, of which ranks hold different modules, can be divided over `ranks` data ranks."""
+    is_sharded = sizes.shard > 1
+    return sizes.pipeline == 1 and (not is_sharded or (sizes.shard == ranks and sizes.context == 1))
 
 
 def _with_replicas_or_shards(

@@ -46,10 +46,12 @@ def check_expert_ranks(profile: ModelProfile, plan: Plan) -> None:
         )
 
 
-def expert_group(axes: Axes, cluster: Cluster) -> RankGroup:
-    """The ranks that share the experts: neighbouring data ranks."""
-    data_ranks = axes.replicate * axes.shard
-    regrouped = axes.model_copy(update={"replicate": data_ranks // axes.expert, "shard": axes.expert, "expert": 1})
+def expert_group(axes: Axes, cluster: Cluster, context_ranks: int = 1) -> RankGroup:
+    """The ranks that share the experts: neighbouring data ranks. `context_ranks` is the size of a context axis that
+    `without_context` has joined with the data ranks."""
+    data_ranks = axes.replicate * axes.shard // context_ranks
+    sizes = {"replicate": data_ranks // axes.expert, "shard": axes.expert, "context": axes.context * context_ranks}
+    regrouped = axes.model_copy(update={**sizes, "expert": 1})
     return group_of_axes(regrouped, ("shard",), cluster)
 
 

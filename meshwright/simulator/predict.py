@@ -94,13 +94,7 @@ def device_memory(cluster: Cluster, checkpoint_copies: bool = False) -> DeviceMe
 
 
 def check_size(plan: Plan, cluster: Cluster, global_batch: int) -> None:
-    """Raises InputError where the cluster has too few devices for the plan, or the batch too few samples, or where the
-    plan has an axis that is not predicted."""
-    if plan.axes.context > 1 and plan.axes.expert > 1:
-        raise InputError(
-            f"plan.axes.context is {plan.axes.context} and plan.axes.expert is {plan.axes.expert}, which cannot be"
-            " predicted together yet: set one of them to 1"
-        )
+    """Raises InputError where the cluster has too few devices for the plan, or the batch too few samples."""
     if plan.world_size > cluster.device_count:
         raise InputError(
             f"the plan ({plan.summary()}) is for {plan.world_size} ranks, but the cluster '{cluster.name}' has"

@@ -105,7 +105,8 @@ def _stage_time(whole: ModelProfile, local: ModelProfile, inputs: StepInputs) ->
         for forward in (True, False)
     )
     to_experts = expert_messages(whole, plan, inputs.batch)
-    among_experts = expert_group(plan.axes, cluster) if to_experts else groups["tensor"]
+    context_ranks = inputs.context.ranks if inputs.context else 1
+    among_experts = expert_group(plan.axes, cluster, context_ranks) if to_experts else groups["tensor"]
     expert_forward_s, expert_backward_s = (
         messages_s(to_experts, among_experts, cluster, forward) for forward in (True, False)
     )

@@ -82,10 +82,11 @@ def _with_context(
     profile: ModelProfile, plan: Plan, batch: float, runtime: Runtime, pipeline_rank: int
 ) -> tuple[Exchange, ...]:
     """The exchanges of a plan with a context axis. Its ranks exchange gradients and weights together with those of the
-    axis that `without_context` joins them with; the axis is then `data`, or `context` if it is the only one."""
+    axis that `without_context` joins them with; the axis is then `data`, or `context` if it is the only one. Experts
+    that are divided over all ranks of that axis have copies or shards on context ranks only."""
     axes, batch = plan.axes, batch / plan.axes.context
     joined = "shard" if axes.shard > 1 else "replicate"
-    name = "data" if getattr(axes, joined) > 1 else "context"
+    name = "data" if mesh_sizes(axes)[joined] > 1 else "context"
     marked = with_standalone_splits(profile, plan)
     counted: _Counts = Counter()
     for (axis, collective, size), count in _count_rank(
@@ -212,11 +213,10 @@ def _shards_of_experts(
 ) -> Iterator[Exchange]:
     """The rank's experts, sharded over the rest of the shard axis; whole if there is no rest."""
     shard = mesh_sizes(plan.axes)["shard"]
-    trained = sum(p.bytes for p in parameters if p.trainable) / plan.axes.expert
+    sizes = {p.names[0]: _divided_bytes(p, plan.axes.expert, shard) for p in parameters}
+    trained = sum(sizes[p.names[0]] for p in parameters if p.trainable)
     if shard > 1:
-        yield Exchange(
-            "shard", "all_gather", sum(p.bytes for p in parameters) / plan.axes.expert * weight_share, gathers
-        )
+        yield Exchange("shard", "all_gather", sum(sizes.values()) * weight_share, gathers)
         yield Exchange("shard", "reduce_scatter", trained * gradient_share, scattered)
     if plan.axes.replicate > 1:
         flags = 0 if shard > 1 else sum(p.bytes // max(1, prod(p.shape)) for p in parameters if p.trainable)
@@ -263,6 +263,15 @@ def _padded_bytes(parameter: Parameter, ranks: int) -> float:
     """Returns the bytes when every rank has as many rows as the first one. A single number is not sharded: 0."""
     rows = parameter.shape[0] if parameter.shape else 0
     return parameter.bytes * (-(-rows // ranks) * ranks) / rows if rows else 0.0
+
+
+def _divided_bytes(parameter: Parameter, experts: int, ranks: int) -> float:
+    """The bytes of a rank's part of stacked experts when its shards on `ranks` ranks have equally many rows. If experts
+    are a list of modules, `ranks` is 1."""
+    if ranks == 1:
+        return parameter.bytes / experts
+    rows = parameter.shape[0] // experts
+    return _padded_bytes(replace(parameter, shape=(rows, *parameter.shape[1:])), ranks) / experts
 
 
 def _tied(parts: Sequence[StageProfile], plan: Plan, rank: int) -> Iterator[Exchange]:

@@ -130,6 +130,7 @@ class Mixture(nn.Module):
         ({"axes": {"replicate": 4, "expert": 4}}, "the model has 6 experts: choose 1, 2, 3, 6"),
         ({"axes": {"replicate": 2, "shard": 3, "expert": 2}}, "axes.expert has to divide axes.shard"),
         ({"axes": {"shard": 4, "expert": 2}}, "a list of modules, .* set it to 2, or axes.expert to 1"),
+        ({"axes": {"shard": 2, "context": 2, "expert": 2}}, "axes.context 2 and a shard axis: set it to 1"),
         (
             {
                 "axes": {"replicate": 2, "expert": 2, "pipeline": 2},
@@ -154,7 +155,6 @@ def test_an_expert_axis_needs_experts() -> None:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ({"axes": {"replicate": 2, "context": 2, "expert": 2}}, "plan.axes.context is 2, and they do not go together"),
         ({"axes": {"context": 2, "tensor": 2}, "modules": {"branches": {"a": 1}}}, "plan.modules.branches places"),
         ({"axes": {"context": 2}, "numerics": {"precision": "fp8"}}, "plan.numerics.precision is fp8"),
         ({"axes": {"context": 2}, "compute": {"loss_chunks": 2}}, "sequences that are divided"),

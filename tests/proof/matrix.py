@@ -104,13 +104,17 @@ COVERING: tuple[tuple[str, str], ...] = (
     ("multitask", "S2T2 twice"),
     ("mixture", "R2E2 twice"),
     ("mixture", "S2T2E2"),
+    ("mixture", "S2C2E2 ring"),
 )
 # The expert axis lies within replicate and shard: alone in either, and together with every other axis.
 WITH_EXPERTS = (
     *("S2E2 optimizer", "S2E2 full", "R2E2 selective", "R4E2", "R4E4", "S4E2 gradients", "S4E2 full", "R2S2E2 twice"),
     *("R2T2E2", "S2T2E2 sequence", "R2P2E2 twice", "S2P2E2", "R2P2E2 gpipe", "S2P2E2 interleaved_1f1b"),
     *("S4T2E2", "S4P2E2", "R2T2P2E2", "S2T2P2E2", "R2S2T2E2", "R2S2P2E2"),
+    *("R2C2E2 twice", "S2C2E2 full", "R4C2E2", "R2S2C2E2", "S2C2T2E2", "R2C2P2E2 ring"),
 )
+# Context ranks compute their own tokens, in whatever form a model has its experts.
+WITH_EXPERTS_ON_EVERY_RANK = ("C2 ring twice", "C2 selective", "S2C2 ring", "C2T2", "C2P2 ring")
 
 
 def all_cases() -> tuple[tuple[str, str], ...]:
@@ -140,5 +144,5 @@ def all_cases() -> tuple[tuple[str, str], ...]:
     cases += [("resnet", f"P2 {schedule}") for schedule in SCHEDULES]
     cases += [("vgg", case) for case in ("R2 wide", "R4 wide", "R2 wide twice")]
     cases += [(kind, ALL_FOUR) for kind in ("gpt", "resnet")]
-    cases += [("mixture", case) for case in WITH_EXPERTS]
+    cases += [("mixture", case) for case in (*WITH_EXPERTS, *WITH_EXPERTS_ON_EVERY_RANK)]
     return tuple(cases)

@@ -1,5 +1,5 @@
 """Averages the gradients of a model whose experts are divided over ranks, without a shard axis: those of experts over
-the ranks that hold copies of them, all others over all data ranks."""
+the ranks that hold copies of them, all others over all data and context ranks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.collectives.reducers import make_reducer
-from meshwright.parallel.mesh import data_group, has_axis
+from meshwright.parallel.mesh import expert_copies_group, token_group
 from meshwright.parallel.precision import gradient_reduce_dtype
 from meshwright.parallel.replicate.gradient_averaging import GradientAverager, gradient_averager
 from meshwright.parallel.weights.layout import ParameterLayout
@@ -42,9 +42,7 @@ def averager_of_experts_and_others(
     """Returns a function that makes the averager; None if the model has no trainable parameters."""
     trainable = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     experts = {name for name in trainable if name in layouts and layouts[name].axis == "expert"}
-    groups: list[tuple[set[str], dist.ProcessGroup | None]] = [(set(trainable) - experts, data_group(mesh, plan))]
-    if has_axis(mesh, "replicate"):  # otherwise there are no copies of experts
-        groups.append((experts, mesh.get_group("replicate")))
+    groups = [(set(trainable) - experts, token_group(mesh)), (experts, expert_copies_group(mesh))]
     make = [
         partial(_averager, plan, module, set(trainable) - names, group, device)
         for names, group in groups

@@ -23,7 +23,6 @@ def check_expert_axis(plan: Plan) -> None:
             f" set axes.shard to {ranks * max(1, axes.shard // ranks)}"
         )
     conflicts = (
-        (axes.context > 1, f"axes.context is {axes.context}", "set axes.context to 1"),
         (
             plan.pipeline.schedule in ("zero_bubble", "zbv") and axes.pipeline > 1,
             f"pipeline.schedule is {plan.pipeline.schedule}, which runs the backward pass in two parts",
@@ -92,15 +91,27 @@ def check_experts(plan: Plan, model: nn.Module, facts: Callable[[], ExpertFacts]
                 f"plan.axes.expert is {ranks}, but {layer.module or 'the model'} has {layer.experts} experts: choose"
                 f" {', '.join(divisors[:12])}"
             )
-        if layer.kind == "list" and (plan.axes.pipeline > 1 or plan.axes.shard > ranks):
-            field = "pipeline" if plan.axes.pipeline > 1 else "shard"
-            raise InputError(
-                f"the experts of {layer.module or 'the model'} are a list of modules, of which each rank holds other"
-                f" ones, which does not go together with axes.{field} {getattr(plan.axes, field)}: set it to"
-                f" {1 if field == 'pipeline' else ranks}, or axes.expert to 1"
-            )
+        if layer.kind == "list":
+            _check_list(plan, layer)
     if found.reason:
         raise InputError(found.reason)
+
+
+def _check_list(plan: Plan, layer: ExpertLayer) -> None:
+    axes, ranks = plan.axes, plan.axes.expert
+    if axes.pipeline > 1:
+        field, instead = "pipeline", 1
+    elif axes.shard > ranks:
+        field, instead = "shard", ranks
+    elif axes.shard > 1 and axes.context > 1:  # FSDP2 would shard the experts of a rank over its context ranks
+        field, instead = "context", 1
+    else:
+        return
+    raise InputError(
+        f"the experts of {layer.module or 'the model'} are a list of modules, of which each rank holds other ones,"
+        f" which does not go together with axes.{field} {getattr(axes, field)}"
+        f"{' and a shard axis' * (field == 'context')}: set it to {instead}, or axes.expert to 1"
+    )
 
 
 def _tied_experts(model: nn.Module, layers: Sequence[ExpertLayer]) -> str | None:

@@ -20,7 +20,7 @@ from meshwright.parallel.differentiable_collectives import AxisGroup
 from meshwright.parallel.expert.listed import ListedExperts, RemoteExpert
 from meshwright.parallel.expert.loads import ExpertLoads
 from meshwright.parallel.expert.stacked import StackedExperts
-from meshwright.parallel.mesh import data_group
+from meshwright.parallel.mesh import token_group
 from meshwright.parallel.weights.layout import ParameterLayout, local_shard, shard_layout, whole_on_one_rank
 from meshwright.plan import Plan
 from meshwright.profile.experts import ExpertLayer, find_expert_layers
@@ -39,7 +39,7 @@ class DividedExperts:
 def divide_experts(models: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh, device: torch.device) -> DividedExperts:
     """Divides the experts of the models (pipeline stages of this rank, or the whole model) in place."""
     group = AxisGroup(mesh.get_group(AXIS), mesh.get_local_rank(AXIS), plan.axes.expert, AXIS)
-    loads = ExpertLoads(group, data_group(mesh, plan), device)
+    loads = ExpertLoads(group, token_group(mesh), device)
     layouts: dict[str, ParameterLayout] = {}
     for model in models:
         for layer in find_expert_layers(model):

@@ -20,10 +20,10 @@ SKEWED = 3.0  # times the even share
 class ExpertLoads:
     """Counts the tokens that were routed to each expert in training, by layer."""
 
-    def __init__(self, group: AxisGroup, data_group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(self, group: AxisGroup, token_group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
         self._device = device
-        self._data_group = data_group
+        self._token_group = token_group
         self._counts: dict[str, list[int]] = {}
         self._rows: dict[str, tuple[int, int]] = {}
 
@@ -49,13 +49,12 @@ class ExpertLoads:
         self._counts.clear()
 
     def counts(self) -> dict[str, list[int]]:
-        """The number of tokens of each expert since the last `reset`, over all data ranks, by layer. All ranks of the
-        same pipeline stage call this together."""
+        """The number of tokens of each expert since the last `reset`, over all data and context ranks, by layer. All
+        ranks of the same pipeline stage call this together."""
         result: dict[str, list[int]] = {}
         for layer, local in self._counts.items():
             total = torch.tensor(local, device=self._device)
-            if self._data_group is not None:
-                dist.all_reduce(total, group=self._data_group)
+            dist.all_reduce(total, group=self._token_group)
             result[layer] = total.tolist()
         return result
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import InputError
+from meshwright.parallel.context.experts import call_on_local_tokens
 from meshwright.parallel.differentiable_collectives import AxisGroup, scale_gradient
 from meshwright.parallel.expert.exchange import exchange_counts, exchange_rows
 from meshwright.parallel.expert.loads import ExpertLoads
@@ -45,7 +46,9 @@ class StackedExperts:
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         bound = self._signature.bind(self._module, *args, **kwargs).arguments
-        tokens, choices, weights = (gather_shard_views(value) for value in list(bound.values())[1:4])
+        return call_on_local_tokens(self._call, *(gather_shard_views(value) for value in list(bound.values())[1:4]))
+
+    def _call(self, tokens: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
         self._check(tokens, choices, weights)
         output = self._run(tokens.reshape(-1, tokens.shape[-1]), choices.reshape(-1, choices.shape[-1]), weights)
         return output.view(*tokens.shape[:-1], output.shape[-1]).to(tokens.dtype)

@@ -44,7 +44,7 @@ class NeedsDividedInput(Exception):
 
 
 # Names of torch's operators by rule: operators that keep the order of all elements, that permute or expand dimensions,
-# that take slices, and that reduce or normalize along dimensions.
+# that take slices, that reduce or normalize along dimensions, and that select the largest elements along one.
 _OPERATORS_BY_RULE = {
     "keeps_order": "view _unsafe_view reshape _reshape_alias unsqueeze squeeze flatten unflatten alias detach clone "
     "contiguous _to_copy lift_fresh rand_like randn_like empty_like zeros_like ones_like full_like bernoulli "
@@ -52,6 +52,7 @@ _OPERATORS_BY_RULE = {
     "permutes": "t transpose permute expand repeat",
     "slices": "slice select split split_with_sizes unsafe_split unsafe_split_with_sizes chunk unbind",
     "reduces": "mean sum amax amin var std linalg_vector_norm _softmax _log_softmax softmax _safe_softmax cumsum",
+    "selects": "topk sort argmax argmin max min",
 }
 _RULES = {name: rule for rule, names in _OPERATORS_BY_RULE.items() for name in names.split()}
 
@@ -83,6 +84,8 @@ def propagate_split(
         return dict.fromkeys(op.outputs, divided[first])
     if rule == "reduces":
         return {op.outputs[0]: _reduced(flow, op, divided[first])}
+    if rule == "selects":
+        return dict.fromkeys(op.outputs, _reduced(flow, op, divided[first]))
     if "layer_norm" in name or "rms_norm" in name:
         return _normalized(flow, op, divided)
     if name in ("bmm", "mm"):

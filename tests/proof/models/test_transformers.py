@@ -61,11 +61,7 @@ EACH = [case for case in EACH if not case.startswith("balanced")]  # test_expert
 QUICK = {"llama: tensor", "llama: context", "bert: shard", "t5: replicate", "mixtral: shard"}
 
 
-# Models that the context axis refuses. Experts in their eager form add to rows of the divided sequence in place.
-NOT_DIVIDED = {
-    "vit": r"no input of the model holds sequences",
-    **dict.fromkeys(("mixtral", "qwen3 mixture", "deepseek"), r"index_add_ writes into a tensor that is divided"),
-}
+NOT_DIVIDED = {"vit": r"no input of the model holds sequences"}  # what the context axis refuses
 
 
 @pytest.mark.parametrize("case", all_but(QUICK, EACH))
