@@ -33,7 +33,7 @@ from meshwright.train.output.progress import Display, SilentDisplay, describe_me
 from meshwright.train.output.recording import record_steps
 from meshwright.train.output.recovery import recovery_figures
 from meshwright.train.output.throughput import ThroughputMeter, describe_wait
-from meshwright.train.output.times.expert_tokens import expert_result
+from meshwright.train.output.times.expert_tokens import expert_metrics, expert_result
 from meshwright.train.output.times.stragglers import StragglerWatch
 from meshwright.train.step.divergence import DivergenceMonitor
 from meshwright.train.step.job_length import JobLength
@@ -230,17 +230,17 @@ class Trainer:
 
     def _log(self, batch: Batch) -> None:
         steps = self.session.steps
-        if self.world.rank != 0 or self.last_loss is None:
+        if self.last_loss is None or (steps % self.job.log.every_steps and not self.length.at_end()):
             return
-        if steps % self.job.log.every_steps and not self.length.at_end():
+        loads = expert_metrics(self.session)  # all ranks together
+        if self.metrics_log is None:
             return
         loss = float(self.last_loss)
         rate = self.meter.end_window()
         self.display.step(steps, loss, rate)
-        assert self.metrics_log is not None
         self.heartbeat.update(steps, "log")
         values = {"loss": loss, "lr": self.session.optimizer.param_groups[0]["lr"], "samples_per_s": rate}
-        self.metrics_log.write("train", steps, batch.epoch, values)
+        self.metrics_log.write("train", steps, batch.epoch, {**values, **loads})
         self.stragglers.look()
 
     # ---- steps that are left out

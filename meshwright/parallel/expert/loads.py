@@ -6,6 +6,7 @@ load of rank r          the mean load of its experts: what the slowest rank wait
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 import torch
@@ -26,6 +27,17 @@ class ExpertLoads:
         self._token_group = token_group
         self._counts: dict[str, list[int]] = {}
         self._rows: dict[str, tuple[int, int]] = {}
+        self._logged: dict[str, list[int]] = {}
+
+    def since_log(self, counts: Mapping[str, list[int]]) -> dict[str, list[int]]:
+        """Returns how much these counts have grown since the last call; they are those of `gather_counts`."""
+        before, self._logged = self._logged, dict(counts)
+        return {
+            layer: [
+                now - earlier for now, earlier in zip(of_layer, before.get(layer, [0] * len(of_layer)), strict=True)
+            ]
+            for layer, of_layer in counts.items()
+        }
 
     def add(self, layer: str, counts: Sequence[int], training: bool) -> None:
         """Adds the number of tokens of each expert of the layer. Evaluation is not counted. The numbers are on the
@@ -47,6 +59,7 @@ class ExpertLoads:
 
     def reset(self) -> None:
         self._counts.clear()
+        self._logged.clear()
 
     def counts(self) -> dict[str, list[int]]:
         """The number of tokens of each expert since the last `reset`, over all data and context ranks, by layer. All
@@ -98,19 +111,46 @@ def rank_loads(counts: list[int], ranks: int) -> list[float]:
     return relative_loads([sum(counts[begin : begin + local]) for begin in range(0, len(counts), local)])
 
 
-def skew_warning(counts: Mapping[str, list[int]], ranks: int) -> str | None:
-    """A sentence about the layer whose router is the most uneven; None if no expert gets more than `SKEWED` times its
-    share, or fewer than 4 experts can."""
+@dataclass(frozen=True)
+class Skew:
+    """The layer whose router is the most uneven: its most used `expert` gets `load` times its even share of tokens, and
+    the experts of `rank`, of the ranks of the expert axis, `rank_load` times theirs. `layers` is the number of layers
+    with such an expert."""
+
+    layer: str
+    expert: int
+    load: float
+    rank: int
+    rank_load: float
+    layers: int
+
+
+def largest_skew(counts: Mapping[str, list[int]], ranks: int) -> Skew | None:
+    """Returns the largest skew; None if no expert gets more than `SKEWED` times its share, or fewer than 4 experts
+    can."""
     loads = {layer: max(relative_loads(of_layer)) for layer, of_layer in counts.items() if len(of_layer) > SKEWED}
     layer = max(loads, key=lambda name: loads[name], default=None)
     if layer is None or loads[layer] <= SKEWED:
         return None
-    expert = counts[layer].index(max(counts[layer]))
-    slowest = max(rank_loads(counts[layer], ranks))
-    skewed = sum(load > SKEWED for load in loads.values())
+    of_ranks = rank_loads(counts[layer], ranks)
+    return Skew(
+        layer,
+        counts[layer].index(max(counts[layer])),
+        loads[layer],
+        of_ranks.index(max(of_ranks)),
+        max(of_ranks),
+        sum(load > SKEWED for load in loads.values()),
+    )
+
+
+def skew_warning(counts: Mapping[str, list[int]], ranks: int) -> str | None:
+    """A sentence about the largest skew; None if there is none."""
+    skew = largest_skew(counts, ranks)
+    if skew is None:
+        return None
     return (
-        f"the router of {layer} is skewed: expert {expert} of {len(counts[layer])} gets {loads[layer]:.1f} times its"
-        f" even share of tokens, and the busiest of {ranks} ranks computes {slowest:.1f} times the mean"
-        f" ({skewed} of {len(loads)} layers have such an expert): the others wait for it. A router loss, or a smaller"
-        " axes.expert, evens it out"
+        f"the router of {skew.layer} is skewed: expert {skew.expert} of {len(counts[skew.layer])} gets {skew.load:.1f}"
+        f" times its even share of tokens, and rank {skew.rank} of the {ranks} ranks of the expert axis computes"
+        f" {skew.rank_load:.1f} times the mean, for which the others wait ({skew.layers} of {len(counts)} layers have"
+        " such an expert). A router loss, or a smaller axes.expert, evens it out"
     )

@@ -11,6 +11,7 @@ from meshwright.report.charts import axis, colour, figure, line
 from meshwright.report.cluster_drawing import cluster_drawing
 from meshwright.report.model_tree import model_tree
 from meshwright.report.page import Chart, Drawing, KeyFigures, Lines, Page, Section, Table, Tree
+from meshwright.report.run.experts import expert_sections
 from meshwright.report.run.kinds import kinds_of_windows
 from meshwright.report.run.losses import NOT_FINITE, NOT_METRICS, loss_sections
 from meshwright.report.run.prediction import prediction_sections
@@ -35,6 +36,7 @@ def run_page(path: Path, live: bool = False) -> Page:
         *loss_sections(run),
         *_throughput(run),
         *rank_sections(run, windows),
+        *expert_sections(run),
         *prediction_sections(run, windows),
         *profile_sections(run),
         *_drawings(run),

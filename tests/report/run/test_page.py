@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from meshwright.errors import InputError
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes
 from meshwright.report.page import KeyFigures, Page, Table, render
 from meshwright.report.run.page import run_page
 from meshwright.train.output.activity_times import times_file
@@ -150,3 +152,21 @@ def test_charts_of_a_long_run_are_thinned(tmp_path: Path) -> None:
     for name, chart in page.charts:
         assert all(len(trace["x"]) <= 2_000 for trace in chart.figure["data"]), name
     assert len(json.dumps([chart.figure for _, chart in page.charts])) < 1_500_000
+
+
+@pytest.mark.parametrize("layer", ["blocks.0.mlp.experts", HOSTILE])
+def test_loads_of_experts_are_shown_and_a_skewed_router_is_named(copy: Path, layer: str) -> None:
+    folder = RunFolder(copy)
+    folder.plan.write_text(Plan(axes=Axes(replicate=4, expert=2)).to_yaml())
+    result = json.loads(folder.result.read_text())
+    tokens = {"blocks.1.mlp.experts": [25, 25, 25, 25], layer: [0, 2, 1, 97], "damaged": [1, "two"]}
+    folder.result.write_text(json.dumps({**result, "expert_tokens": tokens}))
+    lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    folder.metrics.write_text("".join(json.dumps({**entry, "expert_load": 3.5}) + "\n" for entry in lines))
+    page = run_page(copy)
+    section = next(section for section in page.sections if section.title == "Experts")
+    assert "expert 3 of 4 gets 3.9 times its even share" in section.explanation
+    assert "rank 1 of the 2 ranks of the expert axis computes 2.0 times the mean" in section.explanation
+    table = next(part for part in section.parts if isinstance(part, Table))
+    assert [row[1:2] + row[3:5] for row in table.rows] == [[0, 0, 0], [3, 1, 1]]
+    assert "<img src=x" not in render(page)
