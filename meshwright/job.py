@@ -26,6 +26,7 @@ from meshwright.job_sections.sections import (
     Weights,
 )
 from meshwright.plan import Plan
+from meshwright.plan_fields.constraints import Constraints
 from meshwright.plan_fields.effects import Numerics
 
 _DEEPEST_FIELD = 50  # names before the last dot of a field that `--set` sets, such as an argument of a nested call
@@ -60,6 +61,7 @@ class Job(Section):
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
     plan: Literal["auto"] | Plan = "auto"
+    constraints: Constraints = Constraints()  # what `plan: auto` has to keep (docs/constraints.md)
     # What `plan: auto` may do to the numerical result: nothing but another order of sums, other last bits, or anything.
     allow: Numerics = "rounding"
     tune: bool = True  # a long run with `plan: auto` first measures which `compute` fields make its steps faster

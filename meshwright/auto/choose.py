@@ -1,7 +1,7 @@
 """Chooses the plan for `plan: auto` of a job and for `mw.best_plan`: the fastest plan that the executor can run."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,8 +21,10 @@ from meshwright.job import Job, load_plan
 from meshwright.launch.world import World, join
 from meshwright.parallel.tensor.dimension_partition import dimension_partition_plan
 from meshwright.plan import Plan
+from meshwright.plan_fields.constraints import make_constraints
 from meshwright.plan_fields.effects import Numerics
 from meshwright.plan_fields.groups import Axes
+from meshwright.planner.constraints.apply import keeps_constraints, unconstrained
 from meshwright.planner.explanation.choice import describe_choice
 from meshwright.planner.inputs import PlanningInputs, with_measured_operators
 from meshwright.planner.offload import search_with_offload as search
@@ -77,6 +79,17 @@ def _search(inputs: PlanningInputs, profiles: Profiles) -> SearchResult:
         return search(inputs, profiles)
 
 
+def free_best(inputs: PlanningInputs, profiles: Profiles) -> PricedPlan | None:
+    """Returns the best plan without the constraints of the inputs, which are those that `measured_search` returns. None
+    if there are no constraints, or no such plan."""
+    if not inputs.constraints:
+        return None
+    try:
+        return _search(unconstrained(inputs), profiles).ranked[0]
+    except InputError:
+        return None
+
+
 def _is_plain_replica(plan: Plan) -> bool:
     """Whether `with_measured_operators` measures the operators of this plan."""
     is_split = bool(plan.modules.splits) or plan.world_size > plan.axes.replicate
@@ -124,6 +137,11 @@ def plan_of_job(parts: JobParts, cluster: Cluster, plan: "Plan | Literal['auto']
         plan = dimension_plan(parts, cluster)
     fallback = replicate_plan(cluster, job.train.global_batch) if plan == "auto" else plan
     line = f"plan: {fallback.summary()}, without a prediction" if plan == "auto" else None
+    if plan == "auto" and job.constraints and not _is_measured(cluster):
+        raise InputError(
+            f"constraints ({job.constraints.describe()}) need predictions, but this machine is not measured: run"
+            " meshwright doctor once"
+        )
     if not _is_measured(cluster):
         return JobPlan(fallback, line=line and f"{line}, as this machine is not measured: run meshwright doctor once")
     try:
@@ -131,6 +149,8 @@ def plan_of_job(parts: JobParts, cluster: Cluster, plan: "Plan | Literal['auto']
     except UserCodeError:  # a second attempt would execute the failing code again, for example the import of a file
         raise
     except Exception:  # raised by the job's own code; the checks before the run report it
+        if plan == "auto" and job.constraints:
+            raise
         return JobPlan(fallback)
     try:
         if plan == "auto":
@@ -147,6 +167,8 @@ def plan_of_job(parts: JobParts, cluster: Cluster, plan: "Plan | Literal['auto']
         prediction = predict_plan(ranks, profile, plan, inputs.global_batch, inputs.optimizer, runtime=inputs.runtime)
         return JobPlan(plan, prediction.step_s, prediction=prediction)
     except MeshwrightError:  # the model cannot be traced, or no plan is predicted to fit: train anyway
+        if plan == "auto" and job.constraints:
+            raise
         return JobPlan(fallback, line=line)
 
 
@@ -163,7 +185,9 @@ def _stored_plan(run: RunFolder, job: Job, cluster: Cluster) -> Plan | None:
         return None
     ranks, devices = plan.world_size, cluster.device_count
     uses_devices = ranks == devices or (job.train.global_batch < devices and ranks < devices)
-    return plan if uses_devices and plan.stays_within(job.allow) else None
+    if not uses_devices or not keeps_constraints(plan, job.constraints):
+        return None
+    return plan if plan.stays_within(job.allow) or job.constraints.beyond(job.allow) else None
 
 
 def dimension_plan(parts: JobParts, cluster: Cluster) -> Plan:
@@ -197,6 +221,9 @@ def best_plan(
     device: str | None = None,
     timeout_s: float = 600,
     check: Callable[[Plan], None] | None = None,
+    fix: Mapping[str, Any] | None = None,
+    avoid: Sequence[str] = (),
+    max_memory: str | int | None = None,
 ) -> Plan:
     """Returns the fastest plan for this model that `parallelize` can run. The model and the batch may be on the meta
     device. `optimizer` is a template for the optimizer; without it, the plan is for plain SGD. `allow` says how much
@@ -208,13 +235,22 @@ def best_plan(
     ranks get its plan; they call this together, and wait at most `timeout_s` for it. `check` raises an `InputError` for
     plans that the caller's training loop cannot run.
 
+    `fix` maps fields of a plan to the values that they must have: `{"axes.tensor": 4}` or `{"axes": {"tensor": 4}}`.
+    `avoid` names axes, features or values that the plan must not have: `["pipeline", "recompute"]`. `max_memory` is
+    what a plan may use of one device: bytes, or a text such as `"40GB"` (docs/constraints.md).
+
     >>> import torch, meshwright as mw
     >>> model = torch.nn.Linear(20, 5)
     >>> batch = (torch.randn(8, 20), torch.zeros(8, dtype=torch.long))
     >>> plan = mw.best_plan(model, batch, loss=torch.nn.functional.cross_entropy, global_batch=64, cluster="8xH100")
     >>> plan.world_size
     8
+    >>> loss = torch.nn.functional.cross_entropy
+    >>> plan = mw.best_plan(model, batch, loss=loss, global_batch=64, cluster="8xH100", fix={"axes.shard": 8})
+    >>> plan.axes.shard
+    8
     """
+    constraints = make_constraints(fix, avoid, max_memory)
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     world = join(kind, timeout_s)
 
@@ -229,6 +265,7 @@ def best_plan(
             optimizer=optimizer,
             allow=allow,
             target=target,
+            constraints=constraints,
         )
         if check is not None:
             inputs = replace(inputs, check_plan=_both(inputs.check_plan, check))

@@ -14,7 +14,9 @@ from meshwright.call import bind
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.parallel.check import checker_of_structure
+from meshwright.plan_fields.constraints import NONE, Constraints
 from meshwright.plan_fields.effects import Numerics
+from meshwright.planner.constraints.apply import constrained
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
 from meshwright.profile.optimizer import optimizer_cost
@@ -34,10 +36,11 @@ def planning_inputs(
     top: int = 1,
     even_shares: bool = True,
     notify: Callable[[str], None] = lambda line: None,
+    constraints: Constraints | None = None,
 ) -> tuple[PlanningInputs, Profiles]:
     """Returns the planning inputs of a job, and the profiles of its model. If `allow` is None, it is that of the
     job. If the sample batch is generated because the job's data are missing, `notify` is called with a sentence that
-    says so."""
+    says so. If `constraints` is None, they are those of the job."""
     job, on_gpu = parts.job, cluster.kind == "cuda"
     with phase("reading the data and building the model"):
         training = planning_data(parts)
@@ -62,7 +65,7 @@ def planning_inputs(
     )
     loss = bind(job.loss, "loss") if job.loss else None
     profiles = parts.once(f"profiles for {cluster.kind}", lambda: _profiles(structure, loss, on_gpu))
-    return inputs, profiles
+    return constrained(inputs, job.constraints if constraints is None else constraints), profiles
 
 
 def model_planning_inputs(
@@ -75,6 +78,7 @@ def model_planning_inputs(
     optimizer: torch.optim.Optimizer | None = None,
     allow: Numerics = "rounding",
     target: str | None = None,
+    constraints: Constraints = NONE,
 ) -> tuple[PlanningInputs, Profiles]:
     """Returns the planning inputs for a model, and the profiles of the model. Without an optimizer, they are for plain
     SGD."""
@@ -88,7 +92,7 @@ def model_planning_inputs(
         check_plan=checker_of_structure(structure),
         can_fuse_optimizer=on_gpu and optimizer is not None and _can_fuse(optimizer, model),
     )
-    return inputs, _profiles(structure, loss, on_gpu)
+    return constrained(inputs, constraints), _profiles(structure, loss, on_gpu)
 
 
 def _profiles(structure: ModelStructure, loss: LossFunction | None, on_gpu: bool) -> Profiles:

@@ -176,7 +176,7 @@ def train(
             resume = local_run(loaded_job, resume, say)
             parts = JobParts(loaded_job)
             chosen = plan_of_job(parts, machines, given_plan, resume)
-            tunes = chosen.is_searched and loaded_job.tune
+            tunes = chosen.is_searched and loaded_job.tune and not loaded_job.constraints.limits_compute
             shown = partial(values_of_run, machines, parts, chosen.prediction)
             try:
                 result = run(

@@ -16,6 +16,7 @@ from meshwright.cli.options import (
     check_output,
     path_option,
 )
+from meshwright.cli.questions.options import Avoid, Fix, MaxMemory, Precision, plan_settings, read_constraints
 from meshwright.cli.ready_jobs import complete_job_or_model, find_job, is_model_name
 from meshwright.cli.text import console
 from meshwright.errors import InputError
@@ -56,6 +57,10 @@ def plan(
             help="Only plans that compute the same values as one device, up to the order of sums, as with allow: same.",
         ),
     ] = False,
+    fix: Fix = None,
+    avoid: Avoid = None,
+    max_memory: MaxMemory = None,
+    precision: Precision = None,
     global_batch: GlobalBatch = None,
     sequence: SequenceLength = None,
     image: ImageSize = None,
@@ -74,7 +79,7 @@ def plan(
     from meshwright.progress import phase, say
 
     with phase("importing PyTorch"):
-        from meshwright.auto.choose import dimension_plan, measured_search
+        from meshwright.auto.choose import dimension_plan, free_best, measured_search
         from meshwright.auto.inputs import planning_inputs
         from meshwright.calibrate.probe import measure_machine
         from meshwright.cluster.detect import find_cluster
@@ -86,13 +91,28 @@ def plan(
         if file:
             check_output(file, option)
     begin = perf_counter()
-    loaded_job = _load(job, settings or [], global_batch, sequence, image)
+    job_settings, fixed_settings = plan_settings(settings or [])
+    loaded_job = _load(job, job_settings, global_batch, sequence, image)
+    constraints = read_constraints([*fixed_settings, *(fix or [])], avoid or [], max_memory, precision)
     parts = JobParts(loaded_job)
     given_plan = load_plan(plan) if plan else None
+    if given_plan is not None and constraints:
+        raise InputError(
+            f"--plan {plan} is complete, so there is nothing to search for with {constraints.describe()}: leave out one"
+        )
+    constraints = loaded_job.constraints.with_others(constraints)
+    if given_plan is None and loaded_job.plan != "auto":
+        say(f"the job's own plan ({loaded_job.plan.summary()}) is left out: --plan FILE predicts a plan")
     machines = find_cluster(cluster or loaded_job.cluster, measure_machine)
     if given_plan is None and loaded_job.data.partition == "dimension":  # this partition determines the plan
+        if constraints:
+            raise InputError(
+                f"data.partition is dimension, which determines the plan: leave out {constraints.describe()}"
+            )
         given_plan = dimension_plan(parts, machines)
-    inputs, profiles = planning_inputs(parts, machines, allow="same" if exact else None, top=top, notify=say)
+    inputs, profiles = planning_inputs(
+        parts, machines, allow="same" if exact else None, top=top, notify=say, constraints=constraints
+    )
     result = None
     if given_plan:
         with phase("predicting the plan"):
@@ -100,7 +120,7 @@ def plan(
     else:
         result, inputs = measured_search(inputs, profiles)
         with phase("comparing with other precisions"):
-            report = report_search(result, inputs, profiles)
+            report = report_search(result, inputs, profiles, free_best(inputs, profiles))
     if output:
         report.ranked[0][0].save(output)
     seconds = round(perf_counter() - begin, 3)

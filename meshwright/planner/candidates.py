@@ -25,12 +25,15 @@ from meshwright.planner.branch_placement import (
     lie_in_recomputed_blocks,
     shared_layer_splits,
 )
+from meshwright.planner.constraints.apply import applied
+from meshwright.planner.constraints.contradictions import no_plan_keeps
+from meshwright.planner.constraints.space import fixed_or, keeps_axes, microbatch_counts, schedules, shard_sizes
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.model_summary import ModelSummary
 from meshwright.simulator.pipeline.order import check_schedule
 
 Recompute = Literal["none", "selective", "full"]
-Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"]
 Sharding = Literal["optimizer", "gradients", "parameters"]
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -156,9 +159,12 @@ def possible_axis_sizes(summary: ModelSummary, inputs: PlanningInputs) -> list[A
     while not all_sizes and ranks >= devices * _LEAST_USED:
         all_sizes = list(_sizes_for(summary, inputs, ranks))
         ranks -= step
-    if not all_sizes:
+    if not all_sizes and not inputs.constraints:
         raise InputError(_indivisible_message(inputs))
-    return list(dict.fromkeys(all_sizes))
+    kept = [sizes for sizes in dict.fromkeys(all_sizes) if keeps_axes(inputs, sizes)]
+    if not kept:
+        raise InputError(no_plan_keeps(inputs))
+    return kept
 
 
 def _sizes_for(summary: ModelSummary, inputs: PlanningInputs, ranks: int) -> Iterator[AxisSizes]:
@@ -167,10 +173,13 @@ def _sizes_for(summary: ModelSummary, inputs: PlanningInputs, ranks: int) -> Ite
         return  # without a common divisor there is no data axis: every rank would process the whole batch
     yield from _with_placed_branches(summary, inputs, ranks)
     cuts = sum(piece.cuttable for piece in summary.pieces)
-    for tensor in divisors(gcd(inputs.devices_per_node, summary.tensor_degree, ranks)):
-        for pipeline in divisors(ranks // tensor):
-            for context in _context_sizes(summary, ranks // tensor // pipeline):
-                data_ranks = ranks // tensor // pipeline // context
+    degree = ranks if inputs.constraints.fixed.get("modules.splits") else gcd(summary.tensor_degree, ranks)
+    for tensor in fixed_or(inputs, "tensor", divisors(gcd(inputs.devices_per_node, degree)), degree):
+        others = ranks // tensor
+        for pipeline in fixed_or(inputs, "pipeline", divisors(others), others):
+            sizes = _context_sizes(summary, others // pipeline)
+            for context in fixed_or(inputs, "context", sizes, others // pipeline):
+                data_ranks = others // pipeline // context
                 if pipeline > cuts + 1 or data_ranks > batch or (inputs.even_shares and batch % data_ranks):
                     continue
                 yield from _with_data_axes(summary, inputs, AxisSizes(tensor, pipeline, context=context), data_ranks)
@@ -187,9 +196,12 @@ def _context_sizes(summary: ModelSummary, ranks: int) -> list[int]:
 def _with_placed_branches(summary: ModelSummary, inputs: PlanningInputs, ranks: int) -> Iterator[AxisSizes]:
     """Yields sizes with branches on a tensor axis within a node, of at most as many ranks as there are branches. The
     other axes are replicas and shards."""
+    fixed = inputs.constraints.fixed
+    if fixed.keys() & {"modules.branches", "modules.splits"} or fixed.get("axes.pipeline", 1) > 1:
+        return
     for group in summary.branch_groups:
         modules = [module for branch in group.branches for module in branch]
-        for tensor in divisors(gcd(inputs.devices_per_node, ranks)):
+        for tensor in fixed_or(inputs, "tensor", divisors(gcd(inputs.devices_per_node, ranks)), ranks):
             data_ranks = ranks // tensor
             if not 1 < tensor <= len(group.branches) or data_ranks > inputs.global_batch:
                 continue
@@ -206,16 +218,18 @@ def _with_data_axes(
 ) -> Iterator[AxisSizes]:
     """Yields the sizes of `_with_replicas_or_shards`, and those with experts divided over data ranks: over as many as
     possible within a node, and over as many as possible."""
+    fixed = inputs.constraints.fixed.get("axes.expert")
     for divided in _with_replicas_or_shards(summary, inputs, sizes, data_ranks):
-        yield divided
+        if fixed in (None, 1):
+            yield divided
         is_other = divided.splits_wide_layers or divided.placed_branches
         if is_other or inputs.offload == "parameters":
             continue
         over = divided.shard if divided.shard > 1 else divided.replicate
         most = gcd(summary.expert_degree, over)
         within_node = gcd(most, max(1, inputs.devices_per_node // sizes.tensor))
-        for ranks in sorted({most, within_node} - {1}):
-            if not summary.has_listed_experts or _can_divide_list(divided, ranks):
+        for ranks in fixed_or(inputs, "expert", sorted({most, within_node} - {1}), most):
+            if ranks > 1 and (not summary.has_listed_experts or _can_divide_list(divided, ranks)):
                 yield replace(divided, expert=ranks)
 
 
@@ -230,17 +244,20 @@ def _with_replicas_or_shards(
 ) -> Iterator[AxisSizes]:
     """Yields `sizes` with the data ranks as replicas, as replicas with the wide layers split, or as shards. Shards
     extend over all data ranks, or over those within a node. Only shards of parameters can be in CPU memory."""
-    only_shards = inputs.offload == "parameters"
-    if not only_shards:
+    only_shards, fixed = inputs.offload == "parameters", inputs.constraints.fixed
+    can_replicate = fixed.get("axes.shard", 1) == 1 and fixed.get("axes.replicate", data_ranks) == data_ranks
+    if not only_shards and can_replicate:
         yield replace(sizes, replicate=data_ranks)
     if data_ranks == 1:
         return
-    replicate_only = sizes.context == sizes.tensor == sizes.pipeline == 1 and not only_shards
-    if replicate_only and summary.wide_layers and summary.wide_splits(data_ranks):
+    replicate_only = sizes.context == sizes.tensor == sizes.pipeline == 1 and not only_shards and can_replicate
+    if replicate_only and "modules.splits" not in fixed and summary.wide_layers and summary.wide_splits(data_ranks):
         yield replace(sizes, replicate=data_ranks, splits_wide_layers=True)
     within_node = gcd(data_ranks, max(1, inputs.devices_per_node // sizes.tensor))
-    for shard in sorted({data_ranks, within_node} - {1}):
+    for shard in shard_sizes(inputs, data_ranks, sorted({data_ranks, within_node} - {1})):
         for sharding in _SHARDINGS if not only_shards else _SHARDINGS[-1:]:
+            if fixed.get("memory.sharding", sharding) != sharding:
+                continue
             yield replace(sizes, shard=shard, replicate=data_ranks // shard, sharding=sharding)
 
 
@@ -259,19 +276,26 @@ def candidate_series(
     """Yields one list of candidates for each schedule and level of recomputation. The candidates of a list differ only
     in the size of their microbatches, and each needs more memory than the one before. Without a pipeline the last is
     the fastest."""
-    local_batch = -(-inputs.global_batch // sizes.data_ranks)
-    batches = [local_batch] if inputs.compares_samples else _microbatch_sizes(local_batch, inputs.even_shares)
-    for schedule, stages_per_rank in _SCHEDULES if sizes.pipeline > 1 else _SCHEDULES[:1]:
+    pipelined = sizes.pipeline > 1
+    fixed = inputs.constraints.fixed
+    is_fixed = "pipeline.schedule" in fixed
+
+    def batches(local_batch: int) -> list[int]:
+        return [local_batch] if inputs.compares_samples else _microbatch_sizes(local_batch, inputs.even_shares)
+
+    counts = microbatch_counts(inputs, -(-inputs.global_batch // sizes.data_ranks), pipelined, batches)
+    for schedule, stages_per_rank in schedules(inputs, sizes.pipeline, _SCHEDULES) if pipelined else _SCHEDULES[:1]:
         if sizes.expert > 1 and schedule == "zero_bubble":  # its backward pass in two parts would exchange tokens twice
             continue
-        if sizes.pipeline > 1 and sizes.pipeline * stages_per_rank > sum(p.cuttable for p in summary.pieces) + 1:
+        if pipelined and sizes.pipeline * stages_per_rank > sum(p.cuttable for p in summary.pieces) + 1:
             continue
-        counts = {batch: -(-local_batch // batch) for batch in batches}
         for recompute in _recompute_levels(summary, sizes):
+            if fixed.get("memory.recompute", recompute) != recompute:
+                continue
             yield [
                 Candidate(sizes, precision, recompute, schedule, stages_per_rank, count, batch)
                 for batch, count in counts.items()
-                if sizes.pipeline == 1 or _is_useful(schedule, sizes.pipeline, stages_per_rank, count)
+                if not pipelined or _is_useful(schedule, sizes.pipeline, stages_per_rank, count, is_fixed)
             ]
 
 
@@ -289,9 +313,10 @@ def _microbatch_sizes(local_batch: int, even: bool) -> list[int]:
     return sorted({size for size in powers if not even or local_batch % size == 0} | {local_batch})
 
 
-def _is_useful(schedule: str, ranks: int, stages_per_rank: int, count: int) -> bool:
-    """Whether a schedule can run `count` microbatches, and is not in all respects worse than another schedule."""
-    if schedule == "gpipe" and count >= 4 * ranks:
+def _is_useful(schedule: str, ranks: int, stages_per_rank: int, count: int, is_fixed: bool) -> bool:
+    """Whether a schedule can run `count` microbatches, and, unless it `is_fixed`, is not in all respects worse than
+    another schedule."""
+    if schedule == "gpipe" and not is_fixed and count >= 4 * ranks:
         # GPipe keeps the activations of all microbatches, and 1f1b takes as long except for transfers.
         # The limit of four microbatches per rank is chosen, not measured.
         return False
@@ -303,12 +328,13 @@ def _is_useful(schedule: str, ranks: int, stages_per_rank: int, count: int) -> b
 
 
 def plan_of(candidate: Candidate, summary: ModelSummary, inputs: PlanningInputs) -> Plan:
-    """Returns the complete plan of a candidate. The model must be cuttable into the candidate's number of stages."""
+    """Returns the complete plan of a candidate, with the fields that the constraints fix. The model must be cuttable
+    into the candidate's number of stages."""
     sizes = candidate.sizes
     pipelined = sizes.pipeline > 1
     cuts = summary.cuts(candidate.stages, candidate.recompute) if pipelined else ()
     assert cuts is not None
-    return Plan(
+    plan = Plan(
         axes=sizes.axes,
         modules=_modules(sizes, summary, inputs),
         pipeline=Pipeline(
@@ -325,6 +351,7 @@ def plan_of(candidate: Candidate, summary: ModelSummary, inputs: PlanningInputs)
         numerics=NumericsGroup.model_validate({"precision": candidate.precision}),
         compute=Compute(layout=summary.memory_layout),
     )
+    return applied(plan, inputs.constraints)
 
 
 def _modules(sizes: AxisSizes, summary: ModelSummary, inputs: PlanningInputs) -> Modules:

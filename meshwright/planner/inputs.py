@@ -11,6 +11,7 @@ from meshwright.cluster.cluster import Cluster, Device
 from meshwright.dtypes import Dtype
 from meshwright.errors import InputError
 from meshwright.plan import Plan
+from meshwright.plan_fields.constraints import NONE, Constraints
 from meshwright.plan_fields.effects import Numerics
 from meshwright.planner.profiles import Profiles
 from meshwright.profile.optimizer import OptimizerCost
@@ -52,6 +53,8 @@ class PlanningInputs:
     offload           what plans keep in CPU memory (offload.py)
     checkpoint_copies  ranks keep a copy of the last checkpoint in CPU memory (`checkpoint.asynchronous`)
     can_fuse_optimizer  the optimizer has a fused implementation on these devices, and does not use it yet
+    constraints       what plans have to keep; set by `constrained` (constraints/apply.py)
+    check_free_plan   `check_plan` without these constraints; None if there are none
     """
 
     cluster: Cluster
@@ -68,6 +71,8 @@ class PlanningInputs:
     can_fuse_optimizer: bool = False
     offload: Literal["none", "optimizer", "parameters"] = "none"
     checkpoint_copies: bool = False
+    constraints: Constraints = NONE
+    check_free_plan: CheckPlan | None = None
 
     @property
     def runtime(self) -> Runtime:
@@ -81,8 +86,10 @@ class PlanningInputs:
 
     @property
     def capacity_bytes(self) -> int:
-        """How many bytes of a device's memory a plan may use."""
-        return int(self.device.memory_bytes * (1 - self.memory_margin))
+        """How many bytes of a device's memory a plan may use: all but the margin, or the limit of the constraints."""
+        without_margin = int(self.device.memory_bytes * (1 - self.memory_margin))
+        limit = self.constraints.max_memory
+        return without_margin if limit is None else min(limit, without_margin)
 
     @property
     def devices_per_node(self) -> int:
@@ -91,16 +98,20 @@ class PlanningInputs:
         return gcd(*(node.count for node in self.cluster.nodes))
 
     def precisions_to_try(self) -> tuple[str, ...]:
-        """Only fp32 unless plans may change the arithmetic; else `precisions` if given. Otherwise the first of bf16 and
-        fp16 that the device computes faster than fp32 (on CPUs also fp32, which may be faster for this model), or else
-        tf32 or fp32."""
+        """The precision that the constraints fix, if they do. Only fp32 unless plans may change the arithmetic; else
+        `precisions` if given. Otherwise the first of bf16 and fp16 that the device computes faster than fp32 (on CPUs
+        also fp32, which may be faster for this model), or else tf32 or fp32."""
+        fixed = self.constraints.fixed.get("numerics.precision")
+        if fixed is not None:
+            return (fixed,)
+        excluded = {value for name, value in self.constraints.excluded if name == "numerics.precision"}
         if self.allow != "changes":
             return (_FULL,)
         if self.precisions:
             return self.precisions
-        lower = next((dtype for dtype in _LOWER_PRECISIONS if self._speeds_up(dtype)), None)
+        lower = next((dtype for dtype in _LOWER_PRECISIONS if dtype not in excluded and self._speeds_up(dtype)), None)
         if lower is None:
-            return ("tf32",) if self.device.accelerates("tf32") else (_FULL,)
+            return ("tf32",) if self.device.accelerates("tf32") and "tf32" not in excluded else (_FULL,)
         return (lower, _FULL) if self.device.kind == "cpu" else (lower,)
 
     def _speeds_up(self, dtype: Dtype) -> bool:

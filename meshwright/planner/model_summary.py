@@ -72,7 +72,8 @@ class BranchGroup:
 class ModelSummary:
     """The properties of a model on one kind of device that the planner needs. `profile` is the profile without
     recomputation. Seconds are those of a piece that is not split, on one device (on a CPU, with `cores` cores).
-    `memory_layout` is the layout of image tensors. `branch_ranks` caches the placements that branch_placement.py
+    `memory_layout` is the layout of image tensors. `fixed_cuts` are the modules after which every pipeline is cut, if
+    the user names them. `branch_ranks` caches the placements that branch_placement.py
     computes."""
 
     profile: ModelProfile
@@ -80,6 +81,7 @@ class ModelSummary:
     cores: int = 1
     memory_layout: Literal["contiguous", "channels_last"] = "contiguous"
     branch_groups: tuple[BranchGroup, ...] = ()
+    fixed_cuts: tuple[str, ...] | None = None
     branch_ranks: dict[tuple[Axes, str], dict[str, int]] = field(default_factory=dict)
     _piece_seconds: dict[float, list[tuple[float, float]]] = field(default_factory=dict)
     _rank_pieces: dict[tuple[int, str], tuple[PieceSummary, ...]] = field(default_factory=dict)
@@ -239,6 +241,10 @@ class ModelSummary:
         """The indices of the pieces that end a stage (except the last stage) if the slowest stage is to be as fast as
         possible. None if the model cannot be cut into so many stages."""
         key = (stages, recompute)
+        if self.fixed_cuts is not None and key not in self._cuts:
+            indices = {piece.name: index for index, piece in enumerate(self.pieces)}
+            fits = len(self.fixed_cuts) == stages - 1
+            self._cuts[key] = tuple(indices[name] for name in self.fixed_cuts) if fits else None
         if key not in self._cuts:
             recomputed = self.recomputed_share(recompute)
             costs = [

@@ -23,7 +23,8 @@ def search_with_offload(inputs: PlanningInputs, profiles: Profiles) -> SearchRes
     """Returns the best plans, with tensors in CPU memory where no other plan fits or where that is faster. Raises
     `NoPlanFits`, an `InputError`, if none fits at all."""
     may_offload = inputs.cluster.kind == "cuda" and inputs.allow != "same"
-    if not may_offload or not all(node.device.host_bandwidth_bytes_per_s for node in inputs.cluster.nodes):
+    can_copy = all(node.device.host_bandwidth_bytes_per_s for node in inputs.cluster.nodes)
+    if not may_offload or not can_copy or "memory.offload" in inputs.constraints.fixed:
         return search(inputs, profiles)
     try:
         result = search(inputs, profiles)

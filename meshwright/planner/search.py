@@ -36,6 +36,9 @@ from meshwright.planner.bounds import BoundCalculator, Bounds
 from meshwright.planner.branch_placement import find_branch_groups
 from meshwright.planner.candidates import RECOMPUTES, Candidate, candidate_series, plan_of, possible_axis_sizes
 from meshwright.planner.compute_variants import best_variant, plan_that_fits, traits_of, with_exchanges
+from meshwright.planner.constraints.apply import applied, bounds_hold
+from meshwright.planner.constraints.contradictions import check_inputs, check_model
+from meshwright.planner.explanation.no_plan import describe_closest
 from meshwright.planner.inputs import NoPlanFits, PlanningInputs, accept_every_plan
 from meshwright.planner.model_summary import ModelSummary
 from meshwright.planner.preference import preferred
@@ -65,6 +68,7 @@ class _PlanSearch:
     smallest_not_fitting    by `Candidate.without_microbatch`, the smallest microbatch size that did not fit
     accepted_placements     by placement of branches, whether the executor accepts it
     too_large               candidates that their memory bound excludes, with their bounds
+    refusal                 why the executor, or a constraint, has refused a candidate
     """
 
     inputs: PlanningInputs
@@ -77,13 +81,14 @@ class _PlanSearch:
     smallest_not_fitting: dict[tuple[Any, ...], float] = field(default_factory=dict)
     accepted_placements: dict[tuple[Any, ...], bool] = field(default_factory=dict)
     too_large: "_Bounded" = field(default_factory=list)
+    refusal: str = ""
 
     def price(self, candidate: Candidate) -> PricedPlan | None:
         """Simulates the candidate. Returns None if the executor cannot run its plan, or if the model cannot be traced
         with its level of recomputation."""
         if candidate not in self.priced:
-            plan = plan_of(candidate, self.summary, self.inputs)
             try:
+                plan = plan_of(candidate, self.summary, self.inputs)
                 self.inputs.check_plan(plan)
             except InputError:
                 return None
@@ -96,7 +101,7 @@ class _PlanSearch:
                 self.failed_recompute.add(recompute)  # some models cannot recompute their activations
                 return None
             self.summary.add_profile(recompute, profile)
-            plan = with_exchanges(plan, profile, inputs.cluster, self.predict)
+            plan = applied(with_exchanges(plan, profile, inputs.cluster, self.predict), inputs.constraints)
             self.priced[candidate] = PricedPlan(candidate, *plan_that_fits(plan, inputs, self.predict, profile))
             self._update_temporaries(self.priced[candidate])
         priced = self.priced[candidate]
@@ -184,11 +189,12 @@ def search(inputs: PlanningInputs, profiles: Profiles) -> SearchResult:
     """Returns the best plans, the fastest first. Raises `NoPlanFits` if no plan fits. `family_bests`, `excluded` and
     `summary` are those of the precision of the best plan."""
     begin = perf_counter()
+    check_inputs(inputs)
     inputs = replace(inputs, compares_samples=inputs.compares_samples or profiles.compares_samples)
     results = [_search_precision(inputs, profiles, precision) for precision in inputs.precisions_to_try()]
     fitting = [result for result in results if result.ranked]
     if not fitting:
-        raise NoPlanFits(_no_plan_fits(inputs, results))
+        raise NoPlanFits(describe_closest(inputs, results))
     ranked = sorted((priced for result in fitting for priced in result.ranked), key=_step_s)
     best = _preferred(ranked)
     others = [priced for priced in ranked if priced is not best]
@@ -206,12 +212,14 @@ def search(inputs: PlanningInputs, profiles: Profiles) -> SearchResult:
 
 def _search_precision(inputs: PlanningInputs, profiles: Profiles, precision: str) -> SearchResult:
     summary = summarize_model(inputs, profiles, precision)
+    check_model(inputs, summary)
     state = _PlanSearch(inputs, profiles, summary, BoundCalculator(summary, inputs))
     bounded, excluded, count = _candidates(state, precision)
+    is_bounded = bounds_hold(inputs.constraints)
     bounded.sort(key=lambda item: (item[1].guess_s, RECOMPUTES.index(item[0].recompute), item[1].memory_bytes))
     for candidate, bound in bounded:
         ranked = state.ranked()[: inputs.top]
-        if len(ranked) == inputs.top:
+        if len(ranked) == inputs.top and is_bounded:
             slowest_s = _step_s(ranked[-1])
             if bound.guess_s > _GUESS_TOLERANCE * slowest_s:
                 break
@@ -234,6 +242,7 @@ def _search_precision(inputs: PlanningInputs, profiles: Profiles, precision: str
         *(tuple(ranked), None, family_bests, tuple(excluded), summary, count, len(state.priced), 0.0),
         simulated=tuple(state.priced.values()),
         not_simulated=tuple(BoundedPlan(candidate, b.guess_s, b.memory_bytes) for candidate, b in others),
+        refusal=state.refusal,
     )
 
 
@@ -272,6 +281,7 @@ def summarize_model(inputs: PlanningInputs, profiles: Profiles, precision: str) 
     summary = ModelSummary(profile, inputs.device, inputs.cluster.cores if inputs.cluster.kind == "cpu" else 1)
     if summary.has_convolutions and precision != "fp32":  # for fp32, compute_variants.py predicts both layouts
         summary.memory_layout = "channels_last"
+    summary.fixed_cuts = inputs.constraints.fixed.get("pipeline.cuts") or None
     structure = summary.structure
     if structure is not None and structure.branches:
         calls = profiles.module_calls(evaluating=structure.found_in_evaluation)
@@ -337,7 +347,8 @@ def _is_accepted(state: _PlanSearch, candidate: Candidate) -> bool:
         return state.accepted_placements[key]
     try:
         state.inputs.check_plan(plan_of(candidate, state.summary, state.inputs))
-    except InputError:
+    except InputError as error:
+        state.refusal = state.refusal or str(error)
         state.accepted_placements[key] = False
         return False
     state.accepted_placements[key] = True
@@ -372,23 +383,3 @@ def _family_bests(state: _PlanSearch, bounded: _Bounded) -> tuple[PricedPlan, ..
         elif plans:
             bests.append(min(plans, key=lambda priced: priced.needed_bytes))
     return tuple(bests)
-
-
-def _no_plan_fits(inputs: PlanningInputs, results: Iterable[SearchResult]) -> str:
-    """The error message for a model that fits under no plan: which plan needs the least memory, and how much is
-    missing."""
-    options: list[tuple[float, Plan, str]] = []
-    for result in results:
-        options += [(priced.needed_bytes, priced.plan, "") for priced in result.family_bests]
-        options += [(excluded.needed_bytes, excluded.plan, "at least ") for excluded in result.excluded]
-    device = inputs.device
-    if not options:
-        return f"no plan can be run on '{inputs.cluster.name}'"
-    needed, plan, at_least = min(options, key=lambda option: option[0])
-    capacity, gib = inputs.capacity_bytes, 2**30
-    return (
-        f"the model fits no plan on '{inputs.cluster.name}': the closest, {plan.summary()}, needs {at_least}"
-        f"{needed / gib:.1f} GiB, but a plan may use {capacity / gib:.1f} GiB of one {device.name}"
-        f" ({device.memory_bytes / gib:.1f} GiB without a margin of {inputs.memory_margin:.0%}). That is"
-        f" {(needed - capacity) / gib:.1f} GiB too much: use more or larger devices, or a smaller batch"
-    )

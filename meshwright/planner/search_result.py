@@ -62,6 +62,7 @@ class SearchResult:
     candidate_count  the number of candidates, of which `priced_count` were simulated
     simulated        all plans that were simulated, in every precision
     not_simulated    other candidates, at most `MOST_NOT_SIMULATED`, taken evenly from all of them
+    refusal          why a candidate was refused; empty if none was
     without_offload  if plans with `memory.offload` won, the best plan without (offload.py); None if none fits
     """
 
@@ -76,6 +77,7 @@ class SearchResult:
     simulated: tuple[PricedPlan, ...] = ()
     not_simulated: tuple[BoundedPlan, ...] = ()
     without_offload: PricedPlan | None = None
+    refusal: str = ""
 
 
 def evenly(items: Sequence[_Item]) -> tuple[_Item, ...]:

@@ -70,7 +70,7 @@ def test_every_microbatch_needs_a_sample() -> None:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ({"axes": {"pipeline": 2}}, "0 cuts make 1 stages, but 1f1b on 2 ranks runs 2: choose 1 cuts"),
+        ({"axes": {"pipeline": 2}}, "0 cuts make 1 stages, but 1f1b on 2 ranks runs 2: choose 1 of the modules after"),
         (
             {"axes": {"pipeline": 2}, "pipeline": {"cuts": ["layers.6"], "microbatches": 2}},
             "the model cannot be cut after layers.6: nothing runs after it; the nearest cuts are after",

@@ -9,6 +9,8 @@ from meshwright.plan_fields.groups import STAGES_PER_RANK
 from meshwright.profile.structure.cuts import Cut
 from meshwright.profile.structure.structure import Structure
 
+_MOST_NAMED = 12  # places in an error message
+
 
 def check_pipeline(plan: Plan, structure: Structure) -> None:
     ranks, pipeline = plan.axes.pipeline, plan.pipeline
@@ -24,7 +26,9 @@ def check_pipeline(plan: Plan, structure: Structure) -> None:
     if stages != required:
         raise InputError(
             f"plan.pipeline.cuts: {stages - 1} cuts make {stages} stages, but {pipeline.schedule} on {ranks} ranks runs"
-            f" {required}: choose {required - 1} cuts"
+            f" {required}: choose {required - 1} of the modules after which this model can be cut"
+            f" ({_places(structure)}), or let them be found: best_plan(…, fix={{'axes.pipeline': {ranks}}}), or"
+            f" meshwright plan --fix axes.pipeline={ranks}"
         )
     if structure.found_in_evaluation:
         raise InputError(
@@ -35,6 +39,11 @@ def check_pipeline(plan: Plan, structure: Structure) -> None:
     cuts = cuts_of_plan(plan, structure)
     if plan.axes.shard > 1:
         _check_shared_parameters(plan, structure, cuts)
+
+
+def _places(structure: Structure) -> str:
+    names = [cut.after for cut in structure.cuts]
+    return ", ".join(names if len(names) <= _MOST_NAMED else [*names[: _MOST_NAMED - 1], "…", names[-1]]) or "none"
 
 
 def _check_shared_parameters(plan: Plan, structure: Structure, cuts: tuple[Cut, ...]) -> None:

@@ -11,7 +11,9 @@ from meshwright.cluster.cluster import BasedOn
 from meshwright.cluster.selftest_record import untested_parts
 from meshwright.errors import InputError
 from meshwright.plan import Plan
+from meshwright.planner.constraints.missing_cuts import lacks_cuts, with_cuts
 from meshwright.planner.explanation.choice import describe_choice
+from meshwright.planner.explanation.constraint_cost import cost_sentences, cost_values
 from meshwright.planner.explanation.explain import (
     explain,
     gib,
@@ -25,7 +27,8 @@ from meshwright.planner.explanation.explain import (
 from meshwright.planner.explanation.host_memory import host_memory
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
-from meshwright.planner.search_result import SearchResult
+from meshwright.planner.search import summarize_model
+from meshwright.planner.search_result import PricedPlan, SearchResult
 from meshwright.simulator.predict import Prediction, predict_plan
 
 
@@ -34,7 +37,8 @@ class PlanReport:
     """The result of a search, or of one given plan: the best plans with their predictions (the fastest first),
     sentences about the best plan, and rejected plans with the reasons. `candidate_count` is the number of plans that
     were considered. `choice` is the line about the best plan at the top (choice.py), empty for a given plan. `untested`
-    are the parts of each ranked plan that have never run on several GPUs of this kind (cluster/selftest_record.py)."""
+    are the parts of each ranked plan that have never run on several GPUs of this kind (cluster/selftest_record.py).
+    `constraints` are those of the search, and what they cost (constraint_cost.py)."""
 
     ranked: tuple[tuple[Plan, Prediction], ...]
     explanation: tuple[str, ...]
@@ -42,6 +46,7 @@ class PlanReport:
     candidate_count: int
     choice: str = ""
     untested: tuple[tuple[str, ...], ...] = ()
+    constraints: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         ranked = [
@@ -55,13 +60,18 @@ class PlanReport:
             "explanation": " ".join(self.explanation),
             "rejected": [{"plan": _plan_dict(plan), "reason": words} for plan, words in self.rejected],
             "candidates": self.candidate_count,
+            **({"constraints": self.constraints} if self.constraints is not None else {}),
         }
 
 
-def report_search(result: SearchResult, inputs: PlanningInputs, profiles: Profiles) -> PlanReport:
+def report_search(
+    result: SearchResult, inputs: PlanningInputs, profiles: Profiles, free: PricedPlan | None = None
+) -> PlanReport:
     """Returns the report of a search. Rejected are the best plans of families that are not ranked, and plans that need
-    too much memory."""
+    too much memory. `free` is the best plan without the constraints of the inputs, if there are any."""
     best = result.ranked[0]
+    constraints = inputs.constraints
+    costs = cost_sentences(constraints, best, free) if free is not None else []
     ranked = {priced.candidate for priced in result.ranked}
     rejected = [
         (priced.plan, reason(priced, best, inputs))
@@ -72,11 +82,12 @@ def report_search(result: SearchResult, inputs: PlanningInputs, profiles: Profil
     untested = tuple(untested_parts(priced.plan, inputs.cluster) for priced in result.ranked)
     return PlanReport(
         tuple((priced.plan, priced.prediction) for priced in result.ranked),
-        (*explain(result, inputs), _basis(inputs, profiles), *_untested_sentence(untested[0], inputs)),
+        (*costs, *explain(result, inputs), _basis(inputs, profiles), *_untested_sentence(untested[0], inputs)),
         tuple(rejected),
         result.candidate_count,
         describe_choice(result, inputs, profiles),
         untested,
+        cost_values(constraints, best, free) if free is not None else None,
     )
 
 
@@ -90,6 +101,8 @@ def predict_given_plan(plan: Plan, inputs: PlanningInputs, profiles: Profiles) -
             f"the plan ({plan.summary()}) is for {plan.world_size} ranks, but the cluster '{cluster.name}' has"
             f" {devices} devices: choose axes whose product is {devices}, or another cluster"
         )
+    if lacks_cuts(plan):
+        plan = with_cuts(plan, summarize_model(inputs, profiles, plan.numerics.precision))
     profile = profiles.get(plan.numerics.precision, plan.memory.recompute)
     prediction = predict_plan(cluster, profile, plan, inputs.global_batch, inputs.optimizer, runtime=inputs.runtime)
     sentences = [

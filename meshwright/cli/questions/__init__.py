@@ -1,0 +1,1 @@
+"""Questions to the planner: options of `meshwright plan` and `meshwright doctor`, and the command `explain`."""

@@ -1,0 +1,184 @@
+"""Constraints that no plan can keep: each is named in one line before the search, with values and what to do.
+
+check_inputs  contradictions to the cluster, the batch, `allow`, and of fixed fields to each other
+check_model   contradictions to the model, which is traced for them
+"""
+
+from math import prod
+from typing import Any
+
+from pydantic import ValidationError
+
+from meshwright.errors import InputError, did_you_mean
+from meshwright.plan import Plan
+from meshwright.plan_fields.constraints import shown
+from meshwright.plan_fields.groups import MESH_ORDER, STAGES_PER_RANK
+from meshwright.planner.inputs import PlanningInputs
+from meshwright.planner.model_summary import ModelSummary
+
+_PREDICTED = ("fp32", "tf32", "bf16", "fp16")
+
+
+def check_inputs(inputs: PlanningInputs) -> None:
+    """Raises an `InputError` if no model can be trained under the constraints with these inputs."""
+    constraints = inputs.constraints
+    if not constraints:
+        return
+    fixed = constraints.fixed
+    if inputs.allow == "same" and (beyond := constraints.beyond("same")):
+        raise InputError(
+            f"{beyond} is fixed, which changes the numerical result, but only plans that compute the same are wanted"
+            " (--exact, or allow: same): leave out one"
+        )
+    if inputs.cluster.kind != "cuda" and fixed.get("memory.offload", "none") != "none":
+        raise InputError(
+            f"memory.offload is fixed to {fixed['memory.offload']}, but '{inputs.cluster.name}' has no GPUs whose"
+            " tensors could be kept in CPU memory: leave it out"
+        )
+    precision = fixed.get("numerics.precision", "fp32")
+    if precision not in _PREDICTED:
+        raise InputError(
+            f"numerics.precision is fixed to {precision}, whose steps cannot be predicted yet: choose"
+            f" {', '.join(_PREDICTED)}; or write a plan with it and prove it (docs/precision.md)"
+        )
+    _check_axes(inputs)
+    _check_microbatches(inputs)
+    _check_with_each_other(fixed)
+
+
+def _check_axes(inputs: PlanningInputs) -> None:
+    fixed, devices, batch = inputs.constraints.fixed, inputs.cluster.device_count, inputs.global_batch
+    sizes = {axis: fixed[f"axes.{axis}"] for axis in MESH_ORDER if f"axes.{axis}" in fixed}
+    product = prod(sizes.values())
+    words = " × ".join(f"{axis}({size})" for axis, size in sizes.items() if size > 1) or "one rank"
+    has_other_ranks = batch < devices and product <= devices  # a small batch may leave devices unused
+    if devices % product and not has_other_ranks:
+        raise InputError(
+            f"the fixed axes, {words}, make {product} ranks, which do not divide the {devices} devices of"
+            f" '{inputs.cluster.name}': choose sizes whose product divides {devices}"
+        )
+    if len(sizes) == len(MESH_ORDER) and product != devices and not has_other_ranks:
+        raise InputError(
+            f"all axes are fixed, to {words}, which make {product} ranks, but '{inputs.cluster.name}' has {devices}"
+            " devices: leave one axis free, or choose another cluster"
+        )
+    data_ranks = sizes.get("replicate", 1) * sizes.get("shard", 1)
+    if data_ranks > batch or (inputs.even_shares and batch % data_ranks):
+        raise InputError(
+            f"replicate × shard is fixed to at least {data_ranks} ranks, among which a batch of {batch} samples cannot"
+            f" be divided{' equally' if data_ranks <= batch else ''}: choose another size, or another batch"
+        )
+
+
+def _check_microbatches(inputs: PlanningInputs) -> None:
+    fixed, batch = inputs.constraints.fixed, inputs.global_batch
+    fields = [name for name in ("memory.accumulation", "pipeline.microbatches") if fixed.get(name, 1) > 1]
+    parts = prod(fixed[name] for name in fields)
+    if parts > batch or (inputs.even_shares and batch % parts):
+        words = " × ".join(f"{name}={fixed[name]}" for name in fields)
+        raise InputError(
+            f"{words} cuts a rank's share into {parts} microbatches, into which a batch of {batch} samples cannot be"
+            f" divided{' equally' if parts <= batch else ''}: choose another number, or another batch"
+        )
+
+
+def _check_with_each_other(fixed: dict[str, Any]) -> None:
+    """Raises an `InputError` if a plan with these fields contradicts itself whatever its other fields are. Free fields
+    get the values that contradict the least."""
+    raw: dict[str, dict[str, Any]] = {}
+    for name, value in fixed.items():
+        group, field = name.split(".")
+        raw.setdefault(group, {})[field] = value
+    axes = raw.setdefault("axes", {})
+    if cuts := fixed.get("pipeline.cuts"):
+        stages = STAGES_PER_RANK.get(fixed.get("pipeline.schedule", "1f1b"), 1)
+        axes.setdefault("pipeline", max(1, (len(cuts) + 1) // stages))
+        if "pipeline.schedule" not in fixed and (len(cuts) + 1) > axes["pipeline"]:
+            raw["pipeline"]["schedule"] = "interleaved_1f1b"
+    if branches := fixed.get("modules.branches"):
+        axes.setdefault("tensor", max(branches.values()) + 1)
+    if fixed.get("axes.expert", 1) > 1 and not {"axes.replicate", "axes.shard"} <= fixed.keys():
+        free = "shard" if "axes.shard" not in fixed else "replicate"
+        axes[free] = fixed["axes.expert"]
+    try:
+        Plan.model_validate(raw)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise InputError(f"constraints: {problem.get('ctx', {}).get('error', problem['msg'])}") from None
+    for field in ("pipeline.cuts", "pipeline.microbatches"):
+        if fixed.get("axes.pipeline") == 1 and fixed.get(field, 1) not in (1, ()):
+            raise InputError(
+                f"{field} is fixed to {shown(fixed[field])}, but there is no pipeline (axes.pipeline is 1): leave out"
+                " one"
+            )
+
+
+def check_model(inputs: PlanningInputs, summary: ModelSummary) -> None:
+    """Raises an `InputError` if the model cannot be divided as the constraints say."""
+    fixed = inputs.constraints.fixed
+    if not fixed:
+        return
+    _check_tensor(fixed, summary)
+    _check_pipeline(fixed, summary)
+    context, expert = fixed.get("axes.context", 1), fixed.get("axes.expert", 1)
+    if context > 1 and summary.sequence_length % context:
+        raise InputError(
+            f"axes.context is fixed to {context}, but "
+            + (
+                f"the sequences have {summary.sequence_length} tokens, which it does not divide: choose a divisor"
+                if summary.sequence_length
+                else "the model has no sequences that ranks could divide: leave it out"
+            )
+        )
+    if not summary.sequence_length and context > 1:
+        raise InputError(f"axes.context is fixed to {context}, but the model has no sequences that ranks could divide")
+    if expert > 1 and summary.expert_degree % expert:
+        number = summary.expert_degree
+        experts = f"its {number} experts cannot be divided over so many" if number > 1 else "the model has no experts"
+        raise InputError(f"axes.expert is fixed to {expert} ranks, but {experts}: choose a divisor, or leave it out")
+    recompute = fixed.get("memory.recompute", "none")
+    if recompute != "none" and not any(piece.recomputable for piece in summary.pieces):
+        raise InputError(
+            f"memory.recompute is fixed to {recompute}, but the model has no equal blocks that could be recomputed:"
+            " leave it out"
+        )
+
+
+def _check_tensor(fixed: dict[str, Any], summary: ModelSummary) -> None:
+    tensor, degree = fixed.get("axes.tensor", 1), summary.tensor_degree
+    largest_group = max((len(group.branches) for group in summary.branch_groups), default=1)
+    if tensor == 1 or fixed.get("modules.splits") or degree % tensor == 0 or tensor <= largest_group:
+        return
+    if degree == 1:
+        raise InputError(
+            f"axes.tensor is fixed to {tensor}, but the model has no layers that ranks could divide: leave it out"
+        )
+    raise InputError(
+        f"axes.tensor is fixed to {tensor}, but the layers of the model can be divided over at most {degree} ranks, and"
+        f" over divisors of {degree}: choose one of them"
+    )
+
+
+def _check_pipeline(fixed: dict[str, Any], summary: ModelSummary) -> None:
+    places = [piece.name for piece in summary.pieces if piece.cuttable]
+    pipeline = fixed.get("axes.pipeline", 1)
+    if pipeline > len(places) + 1:
+        raise InputError(
+            f"axes.pipeline is fixed to {pipeline}, but the model can be cut into at most {len(places) + 1} stages:"
+            " choose fewer"
+        )
+    for cut in fixed.get("pipeline.cuts", ()):
+        if cut not in places:
+            raise InputError(f"pipeline.cuts: the model cannot be cut after '{cut}'{did_you_mean(cut, places)}")
+
+
+def no_plan_keeps(inputs: PlanningInputs, refusal: str = "") -> str:
+    """The error message for constraints that no candidate keeps. `refusal` is why one was refused."""
+    cluster = inputs.cluster.name
+    if not inputs.constraints:
+        return f"no plan can be run on '{cluster}'"
+    because = f": {refusal}" if refusal else ": leave out one of them"
+    return (
+        f"no plan for {inputs.global_batch} samples on '{cluster}' can be run with"
+        f" {inputs.constraints.describe()}{because}"
+    )

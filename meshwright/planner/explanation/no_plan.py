@@ -1,0 +1,33 @@
+"""The error message of a search that has found no plan."""
+
+from collections.abc import Iterable
+
+from meshwright.plan import Plan
+from meshwright.planner.constraints.contradictions import no_plan_keeps
+from meshwright.planner.inputs import PlanningInputs
+from meshwright.planner.search_result import SearchResult
+
+
+def describe_closest(inputs: PlanningInputs, results: Iterable[SearchResult]) -> str:
+    """Says which plan needs the least memory, and how much is missing; or why no candidate was accepted."""
+    options: list[tuple[float, Plan, str]] = []
+    refusal = ""
+    for result in results:
+        options += [(priced.needed_bytes, priced.plan, "") for priced in result.family_bests]
+        options += [(excluded.needed_bytes, excluded.plan, "at least ") for excluded in result.excluded]
+        refusal = refusal or result.refusal
+    if not options:
+        return no_plan_keeps(inputs, refusal)
+    needed, plan, at_least = min(options, key=lambda option: option[0])
+    capacity, gib, device = inputs.capacity_bytes, 2**30, inputs.device
+    limit = inputs.constraints.max_memory
+    reason = f"{device.memory_bytes / gib:.1f} GiB without a margin of {inputs.memory_margin:.0%}"
+    if limit is not None and limit == capacity:
+        reason = f"max_memory is {limit / 1e9:.3g} GB"
+    kept = f" with {inputs.constraints.describe()}" if inputs.constraints.fixed else ""
+    return (
+        f"the model fits no plan on '{inputs.cluster.name}'{kept}: the closest, {plan.summary()}, needs {at_least}"
+        f"{needed / gib:.1f} GiB, but a plan may use {capacity / gib:.1f} GiB of one {device.name}"
+        f" ({reason}). That is"
+        f" {(needed - capacity) / gib:.1f} GiB too much: use more or larger devices, or a smaller batch"
+    )
