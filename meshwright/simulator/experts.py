@@ -9,6 +9,8 @@ many. With W the bytes of all experts' weights and n ranks of the shard axis:
     gradients    W / e before they are combined                                                    divided_profile
     buffers      2 S, of the rows on their way and of those that come back                         divided_profile
                  at the worst, if all rows go to one rank: e · 2 S                                 worst_buffer_bytes
+    loads        with an uneven router, the activations and buffers of the busiest rank's
+                 experts are `load` times those of even routing, at the worst e times              at_load
     messages     forward: all-to-all of S and of the weights of the rows, and of S back; the same
                  backward; with recomputation, those of the forward pass once more                 expert_messages
 """
@@ -205,6 +207,40 @@ def routed_bytes(profile: ModelProfile, batch: float) -> list[tuple[float, float
             weights = sum(p.shape[1].at(batch) for p in products) * _item_bytes(segment, numbers)
             result.append((rows, weights, segment.block_count))
     return result
+
+
+def at_load(profile: ModelProfile, load: float) -> ModelProfile:
+    """The profile of a rank whose experts get `load` times their even share of tokens: what they keep and allocate for
+    them is larger. `profile` has all experts."""
+    modules = _layers_by_module(profile.experts)
+    segments = []
+    for segment in profile.segments:
+        changes = tuple(
+            replace(change, bytes=BatchPolynomial(change.bytes.constant, change.bytes.linear * load))
+            if change.role != "gradient" and _layer_of(change.layer, modules) is not None
+            else change
+            for change in segment.changes
+        )
+        operators = tuple(
+            replace(operator, shape=(*operator.shape[:1], operator.shape[1].scaled(load), *operator.shape[2:]))
+            if operator.kind == "matmul" and operator.shape[1].linear and _layer_of(operator.layer, modules) is not None
+            else operator
+            for operator in segment.operators
+        )
+        segments.append(replace(segment, changes=changes, operators=operators))
+    return replace(profile, segments=tuple(segments))
+
+
+def kept_bytes(profile: ModelProfile, batch: float) -> float:
+    """The bytes that all experts of a rank keep from the forward pass of a microbatch, with even routing."""
+    modules = _layers_by_module(profile.experts)
+    return sum(
+        change.bytes.at(batch) * change.tensor_count * segment.block_count
+        for segment in profile.segments
+        if segment.phase == "forward"
+        for change in segment.changes
+        if change.role == "saved" and _layer_of(change.layer, modules) is not None
+    )
 
 
 def expert_messages(profile: ModelProfile, plan: Plan, batch: float) -> list[TensorMessage]:

@@ -112,6 +112,7 @@ WITH_EXPERTS = (
     *("R2T2E2", "S2T2E2 sequence", "R2P2E2 twice", "S2P2E2", "R2P2E2 gpipe", "S2P2E2 interleaved_1f1b"),
     *("S4T2E2", "S4P2E2", "R2T2P2E2", "S2T2P2E2", "R2S2T2E2", "R2S2P2E2"),
     *("R2C2E2 twice", "S2C2E2 full", "R4C2E2", "R2S2C2E2", "S2C2T2E2", "R2C2P2E2 ring"),
+    *("R8E4", "S8E4 full", "R2S4E4 twice", "S8E2 gradients"),
 )
 # Context ranks compute their own tokens, in whatever form a model has its experts.
 WITH_EXPERTS_ON_EVERY_RANK = ("C2 ring twice", "C2 selective", "S2C2 ring", "C2T2", "C2P2 ring")

@@ -2,7 +2,7 @@
 
 from meshwright.planner.search_result import PricedPlan
 from meshwright.profile.values import ModelProfile
-from meshwright.simulator.experts import expert_names, worst_buffer_bytes
+from meshwright.simulator.experts import expert_names, kept_bytes, worst_buffer_bytes
 
 _GIB = 2**30
 
@@ -12,9 +12,11 @@ def explain_experts(priced: PricedPlan, profile: ModelProfile, link: str, cost: 
     ranks, names = priced.plan.axes.expert, expert_names(profile)
     experts_bytes = sum(parameter.bytes for parameter in profile.parameters if parameter.names[0] in names)
     even, worst = worst_buffer_bytes(profile, priced.plan, priced.prediction.batch_per_rank)
+    kept = kept_bytes(profile, priced.prediction.batch_per_rank)
     return (
         f"Expert {ranks}: the experts have {experts_bytes / profile.parameter_bytes:.0%} of the weights"
         f" ({experts_bytes / _GIB:,.1f} GiB), and each of {ranks} data ranks holds a part of them. Tokens go there over"
-        f" {link}: {cost} if routing is even, as is assumed. The buffers of a layer take {even / _GIB:,.2f} GiB then,"
-        f" and {worst / _GIB:,.2f} GiB if all tokens go to one rank."
+        f" {link}: {cost} if routing is even, as is assumed. The buffers of a layer take {even / _GIB:,.2f} GiB then."
+        f" If all tokens went to one rank, they would take {worst / _GIB:,.2f} GiB, and what its experts keep for a"
+        f" microbatch {kept * ranks / _GIB:,.2f} instead of {kept / _GIB:,.2f} GiB."
     )

@@ -29,9 +29,19 @@ PLANS: dict[str, dict[str, Any]] = {
     "S2P2E2": {"axes": {"shard": 2, "pipeline": 2, "expert": 2}, **STAGES},
     "S4T2E2": {"axes": {"shard": 4, "tensor": 2, "expert": 2}},
     "R2S2P2E2": {"axes": {"replicate": 2, "shard": 2, "pipeline": 2, "expert": 2}, **STAGES},
+    "R2S2T2E2": {"axes": {"replicate": 2, "shard": 2, "tensor": 2, "expert": 2}, **TWICE},
+    "R2T2P2E2": {"axes": {"replicate": 2, "tensor": 2, "pipeline": 2, "expert": 2}, **STAGES},
+    "S2T2P2E2": {"axes": {"shard": 2, "tensor": 2, "pipeline": 2, "expert": 2}, **STAGES},
+    "R8E4": {"axes": {"replicate": 8, "expert": 4}},
+    "S8E4": {"axes": {"shard": 8, "expert": 4}},
+    "R2S4E4": {"axes": {"replicate": 2, "shard": 4, "expert": 4}, **TWICE},
 }
+# An expert that gets no token, and choices that are dropped because of a capacity: also as a short last batch.
+OF_UNUSED = ("R2E2", "S2E2", "S4E2", "R4E4", "R2T2E2", "R2P2E2", "R2S2E2")
+OF_CAPACITY = ("R2E2", "S2E2", "R4E2", "R4E4", "S4E2", "R2S2E2")
 OF_LISTS = ("R2E2", "S2E2", "R4E2", "R4E4", "R2S2E2")
 EACH = [f"{name}: {plan}" for name in MIXTURES for plan in PLANS] + [f"listed experts: {plan}" for plan in OF_LISTS]
+EACH += [f"unused expert: {plan}" for plan in OF_UNUSED] + [f"decoder with a capacity: {plan}" for plan in OF_CAPACITY]
 QUICK = {"mixtral: R2E2", "deepseek: S4E2", "qwen3 mixture: R2P2E2", "listed experts: R2S2E2"}
 
 
@@ -81,8 +91,11 @@ def test_losses_of_routers_are_those_of_the_global_batch(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("plan", ["R2E2", "S2E2"])
-def test_experts_are_also_proved_with_their_grouped_product_in_fp32(two: RankPool, plan: str, tmp_path: Path) -> None:
-    proof = two.run(prove_plan, "mixtral", PLANS[plan], tmp_path, "fp32")[0]
+@pytest.mark.parametrize("plan", ["R2E2", "S2E2", "R4E4", "S4E2", "R2T2E2", "R2P2E2", "R2S2E2"])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_are_also_proved_with_their_grouped_product_in_fp32(
+    two: RankPool, four: RankPool, name: str, plan: str, tmp_path: Path
+) -> None:
+    proof = {2: two, 4: four}[world_size(plan)].run(prove_plan, name, PLANS[plan], tmp_path, "fp32")[0]
     assert proof["equal"], proof["first_difference"]
     assert not any("eager" in note for note in proof["notes"])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from meshwright.call import load
+from meshwright.workloads.text.decoder import Decoder
 
 SAMPLES, LENGTH, WORDS = 21, 8, 32
 TEXT = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -128,26 +129,9 @@ CASES = {
         "causal",
         "model.layers.0",
     ),
-    "deepseek": Case(  # a dense layer, then one with shared experts and routing by groups
-        lambda: _build(
-            "DeepseekV3ForCausalLM",
-            "DeepseekV3Config",
-            **DECODER,
-            n_routed_experts=8,
-            num_experts_per_tok=2,
-            moe_intermediate_size=16,
-            n_group=2,
-            topk_group=1,
-            first_k_dense_replace=1,
-            q_lora_rank=8,
-            kv_lora_rank=8,
-            qk_rope_head_dim=4,
-            qk_nope_head_dim=4,
-            v_head_dim=8,
-        ),
-        "causal",
-        "model.layers.0",
-    ),
+    "deepseek": Case(lambda: _deepseek(), "causal", "model.layers.0"),
+    "unused expert": Case(lambda: _with_unused_expert(), "causal", "model.layers.0"),
+    "decoder with a capacity": Case(lambda: CapacityMixture(), "causal", None),
     "listed experts": Case(lambda: ListedMixture(), "causal", None),
     "whisper": Case(
         lambda: _build(
@@ -173,6 +157,48 @@ CASES = {
         None,
     ),
 }
+
+
+def _deepseek() -> nn.Module:
+    """A dense layer, then one with shared experts and routing by groups."""
+    return _build(
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        **DECODER,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=8,
+    )
+
+
+def _with_unused_expert() -> nn.Module:
+    """The same with a bias, a buffer of the router, that lets no token choose expert 5."""
+    model = _deepseek()
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer[5] = -100.0
+    return model
+
+
+class CapacityMixture(nn.Module):
+    """Our decoder with experts that drop tokens beyond a capacity, and a loss that ignores targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        experts = {"number": 4, "top_k": 2, "capacity": 0.75}
+        self.decoder = Decoder(2, 16, 2, LENGTH, WORDS, positions="rotary", feedforward=16, experts=experts)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.decoder(input_ids)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
 class ListedMixture(nn.Module):

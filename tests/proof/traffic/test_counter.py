@@ -184,6 +184,13 @@ def test_under_every_plan_of_up_to_four_ranks(kind: str, case: str) -> None:
         check(pool, kind, case)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("case", [c for k, c in all_cases() if k == "mixture" and plan_of(k, c).world_size == 8])
+def test_experts_on_eight_ranks(case: str) -> None:
+    with ranks(8) as pool:
+        check(pool, "mixture", case)
+
+
 # ---- the counter itself
 
 
