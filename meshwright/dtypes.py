@@ -39,7 +39,8 @@ FORMATS: dict[Dtype, NumberFormat] = {
     "int8": NumberFormat(torch.int8),
 }
 HALF_FORMATS: tuple[Dtype, ...] = ("bf16", "fp16")
-_TRACED_FORMATS: tuple[Dtype, ...] = ("fp64", "fp32", *HALF_FORMATS)  # of the floating-point tensors in traces
+# of the floating-point tensors in profiles; fp8 is that of products (simulator/compute/float8.py)
+_TRACED_FORMATS: tuple[Dtype, ...] = ("fp64", "fp32", *HALF_FORMATS, "fp8")
 
 # ---- by our name
 

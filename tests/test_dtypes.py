@@ -20,7 +20,8 @@ def test_every_format_has_a_torch_dtype() -> None:
 
 
 def test_names_and_sizes_of_traced_dtypes_belong_together() -> None:
-    assert DTYPE_NAMES == {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    names = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}
+    assert names == DTYPE_NAMES
     for name, dtype in DTYPES_BY_TORCH_NAME.items():
         assert torch_name(dtype) == name
         assert TORCH_DTYPES[DTYPE_NAMES[name]] is dtype

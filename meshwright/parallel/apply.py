@@ -330,7 +330,7 @@ def _head_to_join(plan: Plan, module: nn.Module, sample: Any, target: str | None
     if plan.compute.loss_chunks == 1:
         return None
     structure = _traced_structure(plan, module, sample, target)
-    head = module.get_submodule(head_to_join(plan, module, structure.forward_pass))
+    head = module.get_submodule(head_to_join(plan, module, structure.head))
     assert isinstance(head, nn.Linear)
     return head
 

@@ -57,7 +57,7 @@ def checker_of_structure(structure: ModelStructure) -> Callable[[Plan], None]:
             check_sparse(plan, model)
         check_derivatives(plan, structure)
         if plan.compute.loss_chunks > 1:
-            head_to_join(plan, model, flow)
+            head_to_join(plan, model, structure.head)
         if needs_structure(plan):
             check_branches(plan, model, flow)
             check_structure(plan, model, structure_for(plan, structure))

@@ -367,7 +367,7 @@ class BoundCalculator:
         """The seconds of gathering the inputs of split wide layers, and of scattering the gradients of these inputs."""
         assert self.summary.wide_layers is not None
         shapes = {name: p.shape for p in self.summary.profile.parameters for name in p.names}
-        item_bytes = 2 if self.summary.profile.precision in ("bf16", "fp16") else 4
+        item_bytes = 2 if self.summary.profile.precision in ("bf16", "fp16", "fp8") else 4
         features = sum(shapes[f"{module}.weight"][1] for module in self.summary.wide_layers.modules)
         gathered = features * item_bytes * candidate.microbatch_samples * candidate.sizes.replicate
         return 2 * self._collective_s("all_gather", gathered, candidate.sizes, "replicate") * candidate.microbatches

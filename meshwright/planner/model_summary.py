@@ -17,12 +17,13 @@ from meshwright.profile.structure.splits import SplitGroup
 from meshwright.profile.structure.structure import Structure
 from meshwright.profile.values import ModelProfile, TraceSegment
 from meshwright.simulator.compute.chunked_loss import chunked_profile
+from meshwright.simulator.compute.float8 import float8_profile, linear_layers
 from meshwright.simulator.compute.operator_time import DeviceSpeeds, device_speeds, operator_s
 from meshwright.simulator.compute.passes import product_dtype
 from meshwright.simulator.experts import expert_names
 from meshwright.simulator.tensor.split_profile import split_profile
 
-_SIXTEEN_BITS = ("bf16", "fp16")
+_SIXTEEN_BITS = ("bf16", "fp16", "fp8")  # of activations
 _NOT_RECOMPUTED = ("matmul", "convolution", "attention")  # selective recomputation saves the results of these
 
 
@@ -263,6 +264,8 @@ def _piece_seconds(
     piece_index = _PieceIndex({piece.name: index for index, piece in enumerate(pieces)})
     pass_seconds = [[0.0, 0.0] for _ in pieces]
     tf32 = profile.precision == "tf32"
+    if profile.precision == "fp8":
+        profile = float8_profile(profile, linear_layers(profile))
     for segment in profile.segments:
         backward = segment.phase == "backward"
         layers: dict[str, float] = {}

@@ -3,7 +3,7 @@
 Routing is taken as even: each rank sends its routed rows, of S bytes, to the experts of all ranks, and receives as
 many. With W the bytes of all experts' weights and n ranks of the shard axis:
 
-    work         the same rows for fewer experts: unchanged
+    work         the same rows for fewer experts, whose weights are read: W / e                    divided_profile
     weights      W / e without a shard axis; W / n with one, as without an expert axis            divided_profile
     gathered     W / e while a block runs, if n > e; nothing if n = e                              gathered_share
     gradients    W / e before they are combined                                                    divided_profile
@@ -141,7 +141,19 @@ def _divided_segment(segment: TraceSegment, profile: ModelProfile, ranks: int) -
             changes.append(MemoryChange(numbers[0], buffer, "temporary", layer.module))
             changes.append(MemoryChange(numbers[0] + 1, buffer.scaled(-1.0), "temporary", layer.module))
     ordered = sorted(changes, key=lambda change: change.after_operators)
-    return replace(segment, changes=tuple(ordered))
+    of_experts = {number for numbers in operators.values() for number in numbers}
+    divided = tuple(
+        _with_fewer_weights(operator, ranks) if number in of_experts and operator.kind == "matmul" else operator
+        for number, operator in enumerate(segment.operators)
+    )
+    return replace(segment, operators=divided, changes=tuple(ordered))
+
+
+def _with_fewer_weights(operator: Operator, ranks: int) -> Operator:
+    """A grouped product that reads, or makes the gradients of, the weights of fewer experts. Of its bytes, those of
+    weights do not grow with the batch."""
+    size = operator.bytes
+    return replace(operator, bytes=replace(size, constant=size.constant / ranks))
 
 
 def _expert_operators(segment: TraceSegment, profile: ModelProfile) -> dict[RoutedExperts, list[int]]:

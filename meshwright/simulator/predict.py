@@ -10,7 +10,7 @@ from meshwright.profile.values import ModelProfile
 from meshwright.simulator.compute.chunked_loss import chunked_profile
 from meshwright.simulator.compute.compiled_profile import compiled_profile
 from meshwright.simulator.context import context_exchange, exchanged_bytes, with_divided_tables, without_context
-from meshwright.simulator.experts import check_expert_ranks
+from meshwright.simulator.experts import check_expert_ranks, worst_buffer_bytes
 from meshwright.simulator.memory.device_memory import CPU_MEMORY, CUDA_MEMORY, DeviceMemory
 from meshwright.simulator.memory.peak import MemoryPrediction, predict_memory
 from meshwright.simulator.pipeline.timeline import Timeline
@@ -24,7 +24,8 @@ class Prediction:
     """The predicted time and memory of a plan. `breakdown` has the seconds that add up to `step_s`. `memory_bytes` is
     the peak of allocated memory on the rank that needs most, and `memory` says what it consists of. `batch_per_rank` is
     the number of samples in the largest microbatch of a rank. `based_on` is that of the cluster. `timeline` is None
-    without a pipeline."""
+    without a pipeline. `dispatch_bytes` are the buffers of tokens on their way to experts, which are part of the memory
+    with even routing, and what they need at the worst, if all tokens go to one rank; 0 without an expert axis."""
 
     step_s: float
     breakdown: dict[str, float]
@@ -33,6 +34,7 @@ class Prediction:
     batch_per_rank: int
     based_on: str
     timeline: Timeline | None = None
+    dispatch_bytes: tuple[int, int] = (0, 0)
 
 
 def predict_plan(
@@ -50,6 +52,10 @@ def predict_plan(
     check_expert_ranks(profile, plan)
     memory = plan_memory(cluster, profile, plan, global_batch, optimizer, runtime)
     step = predict_step(cluster, profile, plan, global_batch / plan.shares, optimizer, runtime)
+    even, worst = (0.0, 0.0)
+    if plan.axes.expert > 1:
+        samples = _microbatch_samples(plan, global_batch) / plan.axes.context
+        even, worst = worst_buffer_bytes(profile, plan, samples)
     return Prediction(
         step.step_s,
         step.breakdown,
@@ -58,6 +64,7 @@ def predict_plan(
         _microbatch_samples(plan, global_batch),
         cluster.based_on,
         step.timeline,
+        (round(even), round(worst)),
     )
 
 

@@ -15,6 +15,7 @@ from meshwright.plan_fields.groups import Algorithm
 from meshwright.profile.optimizer import OptimizerCost
 from meshwright.profile.values import ModelProfile
 from meshwright.simulator.compute.executed_profile import casts_weights, executed_profile
+from meshwright.simulator.compute.float8 import float8_profile, linear_layers
 from meshwright.simulator.memory.device_memory import DeviceMemory
 
 
@@ -66,9 +67,10 @@ class Runtime(BaseModel):
     """How a training program executes plans; the defaults are those of this package. `gradient_overlap` and
     `gather_overlap` are the shares of a pass behind which the communication of gradients and of all-gathered weights
     can hide; `tensor_overlap` is the share of tensor-parallel messages that is hidden. Adding the gradients of one more
-    microbatch moves `accumulate_bytes_per_weight` (12: two fp32 numbers are read, one is written). With
-    `waits_for_sends` a stage continues only when the tensor that it sent has arrived. `tf32_convolutions`: fp32
-    convolutions run in tf32. With `checkpoint_copies` ranks keep a copy of the last checkpoint in CPU memory."""
+    microbatch moves `accumulate_bytes_per_weight` (12: two fp32 numbers are read, one is written). `routed_share` is
+    the share of the bytes of all routed rows that ranks send to experts. With `waits_for_sends` a stage continues only
+    when the tensor that it sent has arrived. `tf32_convolutions`: fp32 convolutions run in tf32. With
+    `checkpoint_copies` ranks keep a copy of the last checkpoint in CPU memory."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -83,6 +85,7 @@ class Runtime(BaseModel):
     gradient_overlap: NonNegativeFloat = 1.0
     gather_overlap: NonNegativeFloat = 1.0
     tensor_overlap: NonNegativeFloat = 0.0
+    routed_share: NonNegativeFloat = 1.0
     waits_for_sends: bool = False
     checkpoint_copies: bool = False
 
@@ -90,8 +93,17 @@ class Runtime(BaseModel):
         """The profile with only those operators that this program executes, from which time is predicted."""
         return executed_profile(profile)
 
+    def float8_profile(self, profile: ModelProfile) -> ModelProfile:
+        """The profile of one rank with the products that this program computes in 8 bits under `precision: fp8`."""
+        return float8_profile(profile, linear_layers(profile))
+
     def padded_profile(self, profile: ModelProfile) -> ModelProfile:
         """The profile of one rank with the sizes to which the program pads matrix products; ours pads none."""
+        return profile
+
+    def weights_on_tensor_ranks(self, profile: ModelProfile) -> ModelProfile:
+        """The profile without weights of which each rank of the tensor axis has other ones, whose gradients are not
+        summed over the axis; ours has none beside those of split layers."""
         return profile
 
     def memory_inputs(

@@ -108,7 +108,7 @@ def _stage_time(whole: ModelProfile, local: ModelProfile, inputs: StepInputs) ->
     context_ranks = inputs.context.ranks if inputs.context else 1
     among_experts = expert_group(plan.axes, cluster, context_ranks) if to_experts else groups["tensor"]
     expert_forward_s, expert_backward_s = (
-        messages_s(to_experts, among_experts, cluster, forward) for forward in (True, False)
+        runtime.routed_share * messages_s(to_experts, among_experts, cluster, forward) for forward in (True, False)
     )
     messages = (*along_tensor, *along_replicate, *to_experts)
     launch_s = 0.0

@@ -85,6 +85,8 @@ def _step_of_equal_ranks(profile: ModelProfile, inputs: StepInputs) -> tuple[Ste
     plan, runtime = inputs.plan, inputs.runtime
     whole_stages = stage_profiles(profile, plan.pipeline.cuts)
     local_profile = divided_profile(split_profile(profile, plan), plan)
+    if plan.numerics.precision == "fp8":
+        local_profile = runtime.float8_profile(local_profile)
     rank_stages = stage_profiles(runtime.padded_profile(local_profile), plan.pipeline.cuts)
     times = stage_times(whole_stages, rank_stages, inputs)
     passes = passes_time(times, rank_stages, inputs)

@@ -1,6 +1,7 @@
 """`Engine`: a program of published measurements as the simulator's `Runtime`. engines.yaml says how each differs from
 eager PyTorch; its launch factor is fitted on other rows than those it is judged by (predictions/fit.py)."""
 
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from meshwright.files.yaml_file import read_mapping, validate
 from meshwright.plan import Plan
 from meshwright.profile.optimizer import OptimizerCost
 from meshwright.profile.values import ModelProfile
+from meshwright.simulator.compute.float8 import OUR_CASTS, Float8Casts, float8_profile, linear_layers
 from meshwright.simulator.memory.device_memory import DeviceMemory
 from meshwright.simulator.runtime import CutTransfer, MemoryInputs, ParameterExchange
 from validation.engines.engine_memory import engine_memory_inputs
@@ -17,6 +19,8 @@ from validation.engines.engine_profile import engine_profile, pad_vocabulary
 from validation.engines.engine_traits import EngineTraits
 
 FILE = Path(__file__).with_name("engines.yaml")
+# A number of 16 bits is read, and written twice in 8 bits.
+_WITH_TRANSPOSES = Float8Casts(scale_bytes=0.0, cast_bytes=4.0, weights=False, again=False)
 
 
 class Engine(EngineTraits):
@@ -24,6 +28,18 @@ class Engine(EngineTraits):
 
     def executed_profile(self, profile: ModelProfile) -> ModelProfile:
         return engine_profile(profile, self)
+
+    def float8_profile(self, profile: ModelProfile) -> ModelProfile:
+        """Linear layers and experts, not the head and routers."""
+        experts = {name for layer in profile.experts for name in layer.modules}
+        layers = {name for name in linear_layers(profile) if name.rpartition(".")[2] not in ("head", "router")}
+        casts = _WITH_TRANSPOSES if self.keeps_float8_weights else OUR_CASTS
+        return float8_profile(profile, frozenset(layers | experts), casts)
+
+    def weights_on_tensor_ranks(self, profile: ModelProfile) -> ModelProfile:
+        names = {name for layer in profile.experts for name in layer.parameters}
+        parameters = tuple(parameter for parameter in profile.parameters if parameter.names[0] not in names)
+        return replace(profile, parameters=parameters) if names else profile
 
     def padded_profile(self, profile: ModelProfile) -> ModelProfile:
         return pad_vocabulary(profile, self.vocabulary_multiple)

@@ -67,7 +67,24 @@ def engine_profile(profile: ModelProfile, engine: EngineTraits) -> ModelProfile:
     ]
     if profile.recompute == "selective" and (engine.recomputed_products or engine.recomputes_attention):
         segments = _with_recomputed(segments, engine)
-    return replace(profile, segments=tuple(segments))
+    executed = replace(profile, segments=tuple(segments))
+    return _divide_experts(executed, engine.expert_parts) if engine.expert_parts > 1 else executed
+
+
+def _divide_experts(profile: ModelProfile, parts: int) -> ModelProfile:
+    """The profile with a part of the rows and of the weights of experts, as each rank of the tensor axis has them."""
+    modules = {name for layer in profile.experts for name in layer.modules}
+    weights = {name for layer in profile.experts for name in layer.parameters}
+
+    def divide(operator: Operator) -> Operator:
+        if operator.layer not in modules:
+            return operator
+        shape = tuple(BatchPolynomial(s.constant, s.linear / parts, s.square / parts) for s in operator.shape)
+        return replace(_multiply_work(operator, 1 / parts), shape=shape)
+
+    segments = tuple(replace(s, operators=tuple(map(divide, s.operators))) for s in profile.segments)
+    parameters = tuple(replace(p, bytes=p.bytes // parts) if p.names[0] in weights else p for p in profile.parameters)
+    return replace(profile, segments=segments, parameters=parameters)
 
 
 def pad_vocabulary(profile: ModelProfile, multiple: int) -> ModelProfile:

@@ -5,7 +5,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from meshwright.simulator.runtime import Orchestration, Runtime
 
-HALF_PRECISIONS = ("bf16", "fp16")
+HALF_PRECISIONS = ("bf16", "fp16", "fp8")
 
 
 class EngineTraits(Runtime):
@@ -19,11 +19,15 @@ class EngineTraits(Runtime):
     `attention_slowdown`    how many times longer its attention takes than the reference GPU's share of the peak
     `recomputed_products`   the share of the products that selective recomputation computes again
     `recomputes_attention`  whether selective recomputation computes attention again
+    `keeps_float8_weights`  under fp8, weights are kept in 8 bits, and other operands are cast once for both passes,
+                            with their scale and their transpose, by one kernel (Transformer Engine)
+    `expert_parts`          the tensor ranks that divide the rows of experts
     `vocabulary_multiple`   the multiple that a rank's part of the vocabulary is padded to
 
     The memory that it needs beside tensors: `exchange_buffer_bytes`, where anything is sharded.
 
     What it communicates:
+    `sends_tokens_once`     a token is sent once to a rank that has several of its experts (DeepEP, HybridEP)
     `weight_share`, `gradient_share`  bytes sent for each byte of an fp32 parameter
     `scatters_at_cuts`      each tensor rank sends its part over a pipeline cut, and the next stage all-gathers it
     `all_reduces_shards`    gradients of sharded parameters are all-reduced instead of reduce-scattered
@@ -44,8 +48,11 @@ class EngineTraits(Runtime):
     attention_slowdown: PositiveFloat = 1.0
     recomputed_products: NonNegativeFloat = 0.0
     recomputes_attention: bool = False
+    keeps_float8_weights: bool = False
+    expert_parts: PositiveInt = 1
     vocabulary_multiple: PositiveInt = 1
     exchange_buffer_bytes: NonNegativeFloat = 0.0
+    sends_tokens_once: bool = False
     weight_share: PositiveFloat = 1.0
     gradient_share: PositiveFloat = 1.0
     scatters_at_cuts: bool = False

@@ -88,12 +88,22 @@ def engine_of(case: PublishedCase, launch_factor: float = 1.0) -> Engine:
         changes["writes_scores"] = True
     if case.compiled:
         changes |= {"fused": True, "launch_factor": _COMPILED_LAUNCH * engine.launch_factor * launch_factor}
-    if case.plan.numerics.precision == "bf16" and case.engine in _MEGATRON_ENGINES:
+    if case.plan.numerics.precision in ("bf16", "fp8") and case.engine in _MEGATRON_ENGINES:
         # Megatron-LM: --bf16 turns on --accumulate-allreduce-grads-in-fp32
         changes |= {"gradient_share": 1.0, "accumulate_bytes_per_weight": 10.0}
+    if case.plan.axes.expert > 1:
+        changes |= {"routed_share": _routed_share(case, engine), "expert_parts": case.plan.axes.tensor}
     if case.engine == "tensorflow-bert" and case.precision == "fp16":
         changes["gradient_share"] = 0.5
     return engine.model_copy(update=changes)
+
+
+def _routed_share(case: PublishedCase, engine: Engine) -> float:
+    """The bytes that are sent to experts, as a share of those of all routed rows in fp32. For k experts on n ranks that
+    are as likely as each other, n (1 - (1 - 1/n)^k) different ranks are expected."""
+    ranks, choices = case.plan.axes.expert, case.model.arguments["top_k"]
+    copies = ranks * (1 - (1 - 1 / ranks) ** choices) if engine.sends_tokens_once else choices
+    return copies / choices / (2 if engine.keeps_half_weights(case.precision) else 1)
 
 
 def fits(case: PublishedCase, profiles: Profiles) -> bool:
@@ -157,7 +167,9 @@ def traced(case: PublishedCase) -> ModelProfile:
     """The profile of the case's model. Rows with the same model, precision and recomputation share one profile."""
     with_structure = case.plan.axes.tensor * case.plan.axes.pipeline > 1
     calls = [case.model.model_dump(), asdict(case.sample), case.loss.model_dump()]
-    return _traced(json.dumps(calls, sort_keys=True), case.precision, case.plan.memory.recompute, with_structure)
+    # Under fp8, operators are those of bf16 until some products are converted (simulator/compute/float8.py).
+    precision = "bf16" if case.precision == "fp8" else case.precision
+    return _traced(json.dumps(calls, sort_keys=True), precision, case.plan.memory.recompute, with_structure)
 
 
 @cache

@@ -24,6 +24,7 @@ from validation.predictions.score import Alarms, Errors, Order, alarms, errors_o
 from validation.runs.baseline import guess_step_s, timed_cases
 from validation.runs.case import PublishedCase
 from validation.runs.cover import Coverage, cover
+from validation.runs.features import feature_of
 
 SLOW_SOURCES = ("ryujaehun_cnn", "llm_foundry", "bigscience_a100")
 SLOW_MODEL = "densenet"  # takes a minute to trace
@@ -132,7 +133,7 @@ def make_report(
 ) -> Report:
     """Predicts and scores the cases of `coverage`, or of all published rows if it is None. Unless `every_row` is set,
     it takes only the rows of a short run. `progress` is called with one line of text for each case."""
-    covered = coverage or cover()
+    covered = coverage or _without_features(cover())
     reasons = dict(covered.reasons)
     cases = _cases_of_run(covered.cases, every_row, reasons)
     unfitted: list[PredictedCase] = []
@@ -151,6 +152,15 @@ def make_report(
         predict_case(prediction.case, profiles, factors[prediction.case.source].launch) for prediction in unfitted
     )
     return Report(tuple(_scores(covered.cases, cases, unfitted, fitted, fits_memory)), fitted, factors, reasons)
+
+
+def _without_features(coverage: Coverage) -> Coverage:
+    """The coverage without the cases that predictions/features.py judges apart."""
+    features = {case.id: feature_of(case) for case in coverage.cases}
+    apart = {
+        row: f"{feature}: judged apart (validation/report_features.md)" for row, feature in features.items() if feature
+    }
+    return Coverage(tuple(case for case in coverage.cases if case.id not in apart), {**coverage.reasons, **apart})
 
 
 def _cases_of_run(cases: Sequence[PublishedCase], every_row: bool, reasons: dict[str, str]) -> list[PublishedCase]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from validation.runs.case import PublishedCase
-from validation.runs.reading.flops import DECODER, decoder_forward, decoder_parameters
+from validation.runs.reading.flops import DECODER, MIXTURE, decoder_forward, decoder_parameters
 from validation.runs.rows import PublishedRow
 
 
@@ -46,13 +46,14 @@ def flops_mismatches(
 ) -> list[Mismatch]:
     """The decoders whose FLOP/s of a GPU differ from the stated rate by more than `tolerance`.
 
-    Publications count FLOPs in several ways: with or without recomputation, or as 8 or 6 for each stated parameter and
-    token. The way that comes nearest to the stated rate is the one that is compared."""
+    Publications count FLOPs in several ways: with or without recomputation, as 8 or 6 for each stated parameter and
+    token, or with half of the pairs of tokens. The way that comes nearest to the stated rate is the one that is
+    compared."""
     stated = {row.id: (row.measured.get("tflops_per_gpu"), row.model.get("params_B", 0.0)) for row in rows}
     comparisons = []
     for case in cases:
         tflops, billions = stated[case.id]
-        if case.model.call == DECODER and tflops and case.step_s:
+        if case.model.call in (DECODER, MIXTURE) and tflops and case.step_s:
             samples_per_rank_s = case.global_batch / (case.plan.world_size * case.step_s * 1e12)
             rates = [samples_per_rank_s * flops for flops in _sample_flops(case, billions)]
             nearest = min(rates, key=lambda rate: abs(rate / tflops - 1))
@@ -61,9 +62,12 @@ def flops_mismatches(
 
 
 def _sample_flops(case: PublishedCase, billions: float) -> tuple[float, ...]:
-    """FLOPs of one sample: without recomputation, with it, and by the stated number of parameters."""
+    """FLOPs of one sample: without recomputation, with it, by the stated number of parameters, and without the pairs of
+    tokens above the causal mask."""
     length, recomputes = case.sample.size[0], case.plan.memory.recompute == "full"
     forward = decoder_forward(case.model.arguments, length)
     without_recomputation = 3 * (forward.blocks + forward.head)
     by_parameters = (8 if recomputes else 6) * billions * 1e9 * length
-    return without_recomputation, without_recomputation + (forward.blocks if recomputes else 0.0), by_parameters
+    causal = without_recomputation - 1.5 * forward.pairs
+    with_recomputation = without_recomputation + (forward.blocks if recomputes else 0.0)
+    return without_recomputation, with_recomputation, by_parameters, causal

@@ -12,8 +12,6 @@ from meshwright.errors import InputError
 from meshwright.parallel.chunked_loss.scores import lazy_scores, run_uncompiled
 from meshwright.parallel.torch_private import uncompiled
 from meshwright.plan import Plan
-from meshwright.profile.structure.dataflow import Dataflow
-from meshwright.profile.structure.head import find_head
 
 _OFF = "set compute.loss_chunks to 1"
 
@@ -38,11 +36,11 @@ def check_loss_chunks(plan: Plan) -> None:
         )
 
 
-def head_to_join(plan: Plan, model: nn.Module, flow: Callable[[], Dataflow]) -> str:
+def head_to_join(plan: Plan, model: nn.Module, head: Callable[[], str | None]) -> str:
     """Returns the name of the head that is joined with the loss under a plan with `loss_chunks`. Raises an `InputError`
-    if the model has no such head, or one that the plan cannot join. `flow` records a forward pass of the model."""
+    if the model has no such head, or one that the plan cannot join. `head` finds the head of the model."""
     chunks = plan.compute.loss_chunks
-    name = find_head(model, flow())
+    name = head()
     if name is None:
         raise InputError(
             f"plan.compute.loss_chunks is {chunks}, but {type(model).__name__} returns no scores of an nn.Linear that"

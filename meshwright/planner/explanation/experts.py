@@ -2,7 +2,7 @@
 
 from meshwright.planner.search_result import PricedPlan
 from meshwright.profile.values import ModelProfile
-from meshwright.simulator.experts import expert_names, kept_bytes, worst_buffer_bytes
+from meshwright.simulator.experts import expert_names, kept_bytes
 
 _GIB = 2**30
 
@@ -11,7 +11,7 @@ def explain_experts(priced: PricedPlan, profile: ModelProfile, link: str, cost: 
     """Returns the sentence. `link` describes the link between the ranks, `cost` says how long tokens take on it."""
     ranks, names = priced.plan.axes.expert, expert_names(profile)
     experts_bytes = sum(parameter.bytes for parameter in profile.parameters if parameter.names[0] in names)
-    even, worst = worst_buffer_bytes(profile, priced.plan, priced.prediction.batch_per_rank)
+    even, worst = priced.prediction.dispatch_bytes
     kept = kept_bytes(profile, priced.prediction.batch_per_rank)
     return (
         f"Expert {ranks}: the experts have {experts_bytes / profile.parameter_bytes:.0%} of the weights"

@@ -146,6 +146,7 @@ def _mark(plan: Plan, untested: Sequence[str]) -> str:
 
 
 def _entry(plan: Plan, prediction: Prediction) -> dict[str, Any]:
+    dispatch = dict(zip(("expected", "worst"), prediction.dispatch_bytes, strict=True))
     return {
         "plan": _plan_dict(plan),
         "summary": plan.summary(),
@@ -153,6 +154,7 @@ def _entry(plan: Plan, prediction: Prediction) -> dict[str, Any]:
         "memory_bytes": prediction.memory_bytes,
         "breakdown": prediction.breakdown,
         "based_on": prediction.based_on,
+        **({"dispatch_bytes": dispatch} if plan.axes.expert > 1 else {}),
     }
 
 

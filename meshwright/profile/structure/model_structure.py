@@ -5,9 +5,11 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.blocks.module_names import is_inside
 from meshwright.errors import InputError
 from meshwright.profile.equal_blocks import find_equal_blocks
 from meshwright.profile.structure.dataflow import Dataflow, record_dataflow
+from meshwright.profile.structure.head import find_head
 from meshwright.profile.structure.structure import Structure, find_structure
 
 _SAMPLES = 2
@@ -24,6 +26,7 @@ class ModelStructure:
         self._structures: dict[bool, Structure] = {}
         self._dataflows: dict[bool, Dataflow] = {}
         self._takes_derivatives: bool | None = None
+        self._head: tuple[str | None] | None = None
 
     def find(self, merge_equal_blocks: bool = True) -> Structure:
         """Returns the structure of the model. If `merge_equal_blocks` is False, every block is traced."""
@@ -51,6 +54,17 @@ class ModelStructure:
         if self._takes_derivatives is None:
             self._takes_derivatives = any(operator.in_backward for operator in self._short_dataflow().operators)
         return self._takes_derivatives
+
+    def head(self) -> str | None:
+        """Returns the name of the head (head.py), or None if the model has none. Of consecutive equal blocks only three
+        are traced, unless the head lies in one of them."""
+        if self._head is None:
+            head = find_head(self.model, self._short_dataflow())
+            blocks = [block for row in find_equal_blocks(self.model) for block in row.blocks]
+            if head and any(is_inside(head, block) for block in blocks):
+                head = find_head(self.model, self.forward_pass())
+            self._head = (head,)
+        return self._head[0]
 
     def _short_dataflow(self) -> Dataflow:
         """Returns the dataflow with three of consecutive equal blocks, if the model runs without the others."""

@@ -228,17 +228,18 @@ def _history(run: RunRecord) -> Section:
     for rank, times in sorted(run.ranks.items()):
         starts = [event for event in times.events if event.kind == "start"]
         for event in starts:
-            rows.append([_clock(event.time), event.step, rank, f"attempt {event.attempt} on {event.host}", None])
+            rows.append([event.time, event.step, rank, f"attempt {event.attempt} on {event.host}", None])
     if run.ranks:
         first = run.ranks[min(run.ranks)].events
         events = [event for event in first if event.kind in _SAVE_NAMES]
         for event in events[:: max(1, len(events) // _MOST_EVENTS)]:
-            rows.append([_clock(event.time), event.step, min(run.ranks), _SAVE_NAMES[event.kind], event.seconds])
+            rows.append([event.time, event.step, min(run.ranks), _SAVE_NAMES[event.kind], event.seconds])
     for first_skipped, last_skipped in _consecutive(run.entries("skipped"))[-_MOST_EVENTS:]:
         steps = last_skipped["step"] - first_skipped["step"] + 1
         words = f"{steps:,} steps skipped" if steps > 1 else "step skipped"
-        rows.append([_clock(first_skipped["time"]), first_skipped["step"], 0, f"{words}: loss {NOT_FINITE}", None])
-    rows.sort(key=lambda row: (row[1], str(row[3])))
+        rows.append([first_skipped["time"], first_skipped["step"], 0, f"{words}: loss {NOT_FINITE}", None])
+    rows.sort(key=lambda row: (row[0], row[1]))
+    rows = [[_clock(moment), *others] for moment, *others in rows]
     header = ["time (UTC)", "after step", "rank", "what", "seconds"]
     return Section(
         "History",

@@ -10,6 +10,7 @@ is measured). A GPU without a calibration is assumed to be like the reference GP
 finish in the same time at their peak rates has the same slowdown. Sizes are therefore scaled by the ratio of the rates
 (of the memory bandwidths, for operators that only move bytes) before they are looked up. Datasheet rates are multiplied
 by the share of its datasheet rate that the reference GPU reaches, or by a published share (`Device.sustained_shares`).
+Products in fp8 were not measured by shape: they have the slowdown of products in bf16 that take as long.
 A BatchNorm of contiguous images is limited by multiprocessors or by memory, whichever is slower on the GPU
 (`_batch_norm_s`), and so are dropout, GELU and casts to wider types (`_arithmetic_bound_s`). Batched products with an
 unaligned dimension are slower by the same factor as plain ones (`_unaligned_slowdown`).
@@ -51,7 +52,12 @@ _SUSTAINED_FP32_BEFORE_TF32 = 0.87
 _SAME_RATE = 1.1
 _PRODUCT_KINDS = ("matmul", "convolution", "attention")
 # For each dtype, the dtypes whose measurements may be used for it, the most similar first.
-_SIMILAR_DTYPES = {"fp16": ("fp16", "bf16", "fp32"), "bf16": ("bf16", "fp16", "fp32"), "tf32": ("tf32", "fp32")}
+_SIMILAR_DTYPES = {
+    "fp16": ("fp16", "bf16", "fp32"),
+    "bf16": ("bf16", "fp16", "fp32"),
+    "fp8": ("bf16", "fp16", "fp32"),
+    "tf32": ("tf32", "fp32"),
+}
 _IMAGE_CLASSES = ("convolution", "batch_norm", "pooling", "bias")  # whose speed depends on the memory layout
 # Classes that are slower than other operators with the same bytes. `_VECTOR_BOUND` classes are limited by fp32
 # arithmetic, `_CYCLE_BOUND` classes by integer products (for random numbers), loads and stores, of which a
@@ -169,6 +175,8 @@ def _sustained_rates(device: Device) -> dict[str, float]:
     }
     if "tf32" not in device.rates:
         shares.setdefault("fp32", _SUSTAINED_FP32_BEFORE_TF32)
+    if "bf16" in shares and "fp8" in device.rates:  # limited by power, too (nvidia.yaml)
+        shares.setdefault("fp8", shares["bf16"])
     rates: dict[str, float] = {str(dtype): rate for dtype, rate in device.rates.items()}
     return {dtype: share * rates[dtype] for dtype, share in shares.items()}
 
@@ -181,10 +189,11 @@ def _is_measured(device: Device, field: str) -> bool:
 def operator_s(operator: Operator, batch: float, speeds: DeviceSpeeds, backward: bool, tf32: bool = False) -> float:
     """Seconds that the device is busy with the operator; 0 for allocations and views. With `tf32`, fp32 products,
     convolutions and attention run in tf32 if the device has it."""
-    operator_class = classify_operator(operator, batch, speeds.compute_scale, backward, speeds.memory_scale)
+    dtype = _computed_dtype(operator, speeds, tf32)
+    scale = speeds.compute_scale * (speeds.rates["bf16"] / speeds.rates["fp8"] if dtype == "fp8" else 1.0)
+    operator_class = classify_operator(operator, batch, scale, backward, speeds.memory_scale)
     if operator_class is None:
         return 0.0
-    dtype = _computed_dtype(operator, speeds, tf32)
     rate = speeds.rates.get(dtype) or speeds.rates["fp32"]
     least_s = max(operator_class.flops / rate, operator_class.bytes / speeds.bandwidth_bytes_per_s)
     name = operator_class.name
@@ -212,6 +221,8 @@ def operator_s(operator: Operator, batch: float, speeds: DeviceSpeeds, backward:
 def _computed_dtype(operator: Operator, speeds: DeviceSpeeds, tf32: bool) -> str:
     """The dtype that the device computes the operator in."""
     dtype: str = DTYPE_NAMES.get(operator.dtype, "fp32")
+    if dtype == "fp8" and "fp8" not in speeds.rates:
+        return "bf16"
     tf32_kinds = _PRODUCT_KINDS if tf32 else ("convolution",) if speeds.tf32_convolutions else ()
     if dtype == "fp32" and operator.kind in tf32_kinds and "tf32" in speeds.rates:
         dtype = "tf32"

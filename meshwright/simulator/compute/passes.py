@@ -34,8 +34,8 @@ _CPU_OPTIMIZER_OPERATORS = 5
 
 
 def product_dtype(precision: str) -> Dtype:
-    """The dtype of matrix products under a plan's precision."""
-    types: dict[str, Dtype] = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "fp16": "fp16"}
+    """The dtype of matrix products under a plan's precision; under fp8, of those that are not in 8 bits (float8.py)."""
+    types: dict[str, Dtype] = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
     return types[precision]
 
 

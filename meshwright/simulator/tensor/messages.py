@@ -87,7 +87,7 @@ def tensor_messages(
     """The messages of a microbatch along the tensor axis, and those along the replicate axis, which are sent for layers
     that are split over it. `profile` is that of the whole model, or of a pipeline stage that was cut from the result of
     `with_standalone_splits`."""
-    profile = with_standalone_splits(profile, plan)
+    profile = runtime.weights_on_tensor_ranks(with_standalone_splits(profile, plan))
     shares = split_shares(profile, plan)
     along_tensor: list[TensorMessage] = []
     along_replicate: list[TensorMessage] = []

@@ -17,7 +17,7 @@ from tests.train.one_process import world
 
 def head_of(model: nn.Module, sample: Any, target: str | None = None, **groups: dict[str, Any]) -> str:
     structure = ModelStructure(model, sample, target)
-    return head_to_join(plan_of(2, **groups), model, structure.forward_pass)
+    return head_to_join(plan_of(2, **groups), model, structure.head)
 
 
 @pytest.mark.parametrize(

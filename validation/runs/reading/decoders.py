@@ -2,7 +2,8 @@
 each source are read."""
 
 import re
-from functools import cache
+from functools import cache, partial
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from validation.runs.reading.layout import (
     microbatches_of,
 )
 from validation.runs.reading.measures import memory_of, step_of
+from validation.runs.reading.mixtures import is_mixture, read_mixture
 from validation.runs.reading.words import precision_of, recompute_of
 from validation.runs.rows import PublishedRow
 
@@ -59,6 +61,7 @@ def read_decoder(row: PublishedRow) -> PublishedCase:
     assumed.used.extend(defaults)
     layout = _layout(row, decoder_keywords(model.arguments), assumed)
     settings = {**settings, **(settings.get("sharded", {}) if layout.sharding else {})}
+    settings = {**settings, **settings.get("devices", {}).get(device_of(cluster).name, {})}
     global_batch, micro_batch = _batches(row, layout.data, assumed)
     recompute = recompute_of(row.recompute or _recompute_word(row, assumed))
     if recompute == "selective" and settings["engine"] in OTHER_SELECTIVE:
@@ -70,6 +73,7 @@ def read_decoder(row: PublishedRow) -> PublishedCase:
         recompute,
         sequence=_sequence(row, layout, assumed),
         loss=True,
+        attention_exchange=settings.get("attention_exchange", "ring"),
     )
     compiled = bool(row.plan.get("compile")) or row.plan.get("technique", "")[1:] in COMPILED
     engine = settings["engine"]
@@ -134,10 +138,8 @@ def _check_in_scope(row: PublishedRow) -> None:
     plan, contradicted = row.plan, _settings()["contradicted"]
     if row.id in contradicted:
         raise NotCovered(contradicted[row.id])
-    if str(row.model.get("family", "")).startswith("moe"):
-        raise NotCovered("mixture of experts")
-    if plan.get("cp", 1) > 1:
-        raise NotCovered("context parallel")
+    if row.notes.startswith("SFT"):
+        raise NotCovered("fine-tuning, of which the row does not state how samples are packed")
     if plan.get("lora") or "LoRA" in f"{plan.get('finetune')} {plan.get('technique')} {row.notes}":
         raise NotCovered("LoRA: most weights are frozen")
     if row.source == "torchtune" and plan.get("technique") not in TECHNIQUES:
@@ -153,6 +155,8 @@ def _check_in_scope(row: PublishedRow) -> None:
 
 def _model(row: PublishedRow, assumed: Assumptions) -> tuple[Call, int]:
     """The model, and the length of its sequences."""
+    if is_mixture(row):
+        return read_mixture(row, assumed.used)
     by_name = dict(_settings()["named"].get(row.model["name"], {}))
     stands_for = by_name.pop("for", None)
     length = row.model["seq"]
@@ -197,19 +201,31 @@ def _precision(row: PublishedRow, settings: dict[str, Any], assumed: Assumptions
 def _layout(row: PublishedRow, model: dict[str, Any], assumed: Assumptions) -> RunLayout:
     plan, layers = _plan_keywords(row), model["layers"]
     tensor, pipeline, ranks = plan.get("tp", 1), plan.get("pp", 1), row.hardware["n_gpus"]
-    data = plan.get("dp") or ranks // (tensor * pipeline)
-    if data * tensor * pipeline != ranks:
+    context = plan.get("cp", 1)
+    data = plan.get("dp") or ranks // (tensor * pipeline * context)
+    if data * tensor * pipeline * context != ranks:
         raise NotCovered("the product of the stated axes is not the number of GPUs")
     sharding, shard = _sharding(row, plan, data, assumed)
+    divided = partial(RunLayout, context=context, expert=_expert_ranks(plan, shard, data, assumed))
     chunks = _chunks(row, plan, layers, assumed)
     if row.source in CUT_BY_COST and pipeline > 1:
         block = 4 * model["hidden"] ** 2 + 3 * model["hidden"] * model["feedforward"]
         blocks = blocks_by_cost(layers, pipeline, model["vocabulary"] * model["hidden"] / block)
-        return RunLayout(data, tensor, pipeline, chunks, sharding, shard, blocks)
+        return divided(data, tensor, pipeline, chunks, sharding, shard, blocks)
     blocks = _blocks(plan, layers, pipeline * chunks) if pipeline > 1 else ()
     if len(set(blocks)) > 1 and "stage_layers" not in plan:
         assumed.used.append(f"{layers} blocks over {len(blocks)} stages as evenly as can be")
-    return RunLayout(data, tensor, pipeline, chunks, sharding, shard, blocks)
+    return divided(data, tensor, pipeline, chunks, sharding, shard, blocks)
+
+
+def _expert_ranks(plan: dict[str, Any], shard: int, data: int, assumed: Assumptions) -> int:
+    """The data ranks that share experts. Megatron counts tensor ranks among them, on which a plan of ours divides each
+    expert instead."""
+    stated = plan.get("ep", 1)
+    ranks = gcd(stated, shard if shard > 1 else data)
+    if ranks < stated:
+        assumed.used.append(f"experts over {ranks} data ranks, and divided by tensor or context ranks, for {stated}")
+    return ranks
 
 
 def _plan_keywords(row: PublishedRow) -> dict[str, Any]:

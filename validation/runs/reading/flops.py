@@ -23,21 +23,25 @@ from meshwright.workloads.text.decoder import default_feedforward
 from meshwright.workloads.text.decoder_sizes import decoder, published_keywords
 from validation.runs.case import PublishedCase, Sample
 from validation.runs.models.build import make_batch, make_loss, make_model
+from validation.runs.models.mixtures import mixture_forward
 
 DECODER = "meshwright.workloads.text.decoder_sizes:decoder"
+MIXTURE = "validation.runs.models.mixtures:MixtureDecoder"
 
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """The FLOPs of one sample in the forward pass: of all blocks, and of the head."""
+    """The FLOPs of one sample in the forward pass: of all blocks, and of the head. `pairs` are those of the blocks that
+    multiply pairs of tokens, counted in full."""
 
     blocks: float
     head: float
+    pairs: float
 
 
 def step_flops(case: PublishedCase) -> float:
     """The FLOPs of one step over the global batch, including recomputation."""
-    if case.model.call != DECODER:
+    if case.model.call not in (DECODER, MIXTURE):
         return counted_flops(case)
     forward = decoder_forward(case.model.arguments, case.sample.size[0])
     recomputed = forward.blocks if case.plan.memory.recompute == "full" else 0.0
@@ -46,15 +50,18 @@ def step_flops(case: PublishedCase) -> float:
 
 def decoder_forward(arguments: dict[str, Any], length: int) -> ForwardFlops:
     """The forward FLOPs of a decoder that is built with these arguments, for one sample of `length` tokens."""
+    if "experts" in arguments:
+        return ForwardFlops(*mixture_forward(arguments, length))
     keywords = decoder_keywords(arguments)
     hidden, layers, heads = keywords["hidden"], keywords["layers"], keywords["heads"]
     kv_heads = keywords.get("kv_heads") or heads
     activation = keywords.get("activation", "gelu")
     inner = keywords.get("feedforward") or default_feedforward(hidden, activation)
     weights = (2 + 2 * kv_heads / heads) * hidden**2 + (2 if activation == "gelu" else 3) * hidden * inner
-    block = 2 * length * weights + 4 * length**2 * hidden
+    pairs = 4.0 * length**2 * hidden
+    block = 2 * length * weights + pairs
     head = 2 * length * hidden * keywords["vocabulary"] if keywords.get("head", True) else 0.0
-    return ForwardFlops(layers * block, head)
+    return ForwardFlops(layers * block, head, layers * pairs)
 
 
 def decoder_keywords(arguments: dict[str, Any]) -> dict[str, Any]:

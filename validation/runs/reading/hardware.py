@@ -14,6 +14,7 @@ from validation.runs.case import NotCovered
 from validation.runs.rows import PublishedRow
 
 FILE = Path(__file__).with_name("hardware.yaml")
+RACK, TRAY = 72, 4  # GPUs of one NVLink domain and of one machine, of GB200 and GB300 NVL72
 
 
 @cache
@@ -29,6 +30,9 @@ def cluster_of(row: PublishedRow) -> tuple[str, tuple[str, ...]]:
     if ranks is None:
         raise NotCovered("the number of GPUs is not stated")
     ranks_per_node = min(row.hardware.get("gpus_per_node", ranks), ranks)
+    if row.hardware.get("gpus_per_node") == RACK and ranks > RACK:
+        ranks_per_node = rack_part(ranks)
+        defaults += (f"{ranks_per_node} of the {RACK} GPUs of a rack",)
     if ranks % ranks_per_node:
         raise NotCovered("the GPUs do not fill their nodes evenly")
     nodes = ranks // ranks_per_node
@@ -36,6 +40,13 @@ def cluster_of(row: PublishedRow) -> tuple[str, tuple[str, ...]]:
         return (f"{ranks}x{name}" if ranks > 1 else name), defaults
     link, network_defaults = _network(row.hardware.get("inter"), name)
     return f"{nodes}x{ranks_per_node}x{name}@{link}", defaults + network_defaults
+
+
+def rack_part(ranks: int) -> int:
+    """The GPUs that a larger run takes of each rack: the most machines that divide the machines of the run (Megatron-
+    Bridge, scripts/performance/utils/executors.py: the segment of a Slurm job)."""
+    machines = ranks // TRAY
+    return TRAY * next(part for part in range(RACK // TRAY, 0, -1) if machines % part == 0)
 
 
 def device_of(cluster: str) -> Device:

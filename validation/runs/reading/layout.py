@@ -12,7 +12,8 @@ from validation.runs.case import NotCovered
 ShardingLevel = Literal["optimizer", "gradients", "parameters"]
 Recompute = Literal["none", "selective", "full"]
 ImageLayout = Literal["contiguous", "channels_last"]
-PRECISIONS: tuple[Literal["fp32", "tf32", "bf16", "fp16"], ...] = ("fp32", "tf32", "bf16", "fp16")
+Exchange = Literal["all_gather", "ring"]
+PRECISIONS: tuple[Literal["fp32", "tf32", "bf16", "fp16", "fp8"], ...] = ("fp32", "tf32", "bf16", "fp16", "fp8")
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class RunLayout:
 
     - `data`: the number of data-parallel ranks. Groups of `shard` of them shard what `sharding` says (None: nothing).
     - `chunks`: the number of stages on each pipeline rank.
-    - `blocks`: the number of the model's blocks in each stage; empty without a pipeline."""
+    - `blocks`: the number of the model's blocks in each stage; empty without a pipeline.
+    - `context` ranks divide the tokens of a sample; `expert` data ranks share the experts of a mixture."""
 
     data: int
     tensor: int = 1
@@ -30,10 +32,19 @@ class RunLayout:
     sharding: ShardingLevel | None = None
     shard: int = 1
     blocks: tuple[int, ...] = ()
+    context: int = 1
+    expert: int = 1
 
     def axes(self) -> Axes:
         replicate = self.data // self.shard
-        return Axes(replicate=replicate, shard=self.shard, tensor=self.tensor, pipeline=self.pipeline)
+        return Axes(
+            replicate=replicate,
+            shard=self.shard,
+            context=self.context,
+            tensor=self.tensor,
+            pipeline=self.pipeline,
+            expert=self.expert,
+        )
 
 
 def make_plan(
@@ -45,6 +56,7 @@ def make_plan(
     loss: bool = False,
     bucket_bytes: int | None = None,
     layout_of_images: ImageLayout = "contiguous",
+    attention_exchange: Exchange = "all_gather",
 ) -> Plan:
     """The plan of a run. Microbatches go through the pipeline, or are accumulated if there is no pipeline."""
     has_pipeline = layout.pipeline > 1
@@ -53,7 +65,11 @@ def make_plan(
         raise NotCovered(f"a plan has no precision {precision}")
     return Plan(
         axes=layout.axes(),
-        modules=Modules(sequence=sequence and layout.tensor > 1, loss=loss and layout.tensor > 1),
+        modules=Modules(
+            sequence=sequence and layout.tensor > 1,
+            loss=loss and layout.tensor > 1,
+            attention_exchange=attention_exchange if layout.context > 1 else "all_gather",
+        ),
         pipeline=Pipeline(
             schedule="interleaved_1f1b" if layout.chunks > 1 else "1f1b",
             microbatches=microbatches if has_pipeline else 1,

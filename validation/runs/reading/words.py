@@ -18,9 +18,21 @@ PRECISIONS = {
     "bf16 (fp32 grad accum)": "bf16",
     "fp32": "fp32",
     "tf32": "tf32",
+    "fp8 (TE, delayed)": "fp8",
+    "FP8": "fp8",
+    "FP8-CS": "fp8",
+    "FP8-CS (25.09 table: first value)": "fp8",
+    "FP8-CS (FP8-MX)": "fp8",
+    "FP8-MX": "fp8",
+    "MXFP8": "fp8",
+    "amp_fp8": "fp8",
+    "bf16+float8": "fp8",
+    "bf16+float8 tensorwise": "fp8",
+    "float8 tensorwise": "fp8",
+    "float8 rowwise": "fp8",
 }
 DEFAULTS_BY_WORD = {"see repo (fp16 flag)": "precision fp16", "fp16 (.half())": "weights in fp16 too"}
-EIGHT_BITS_OR_LESS = re.compile(r"fp8|float8|fp4", re.IGNORECASE)
+FOUR_BITS = re.compile(r"fp4", re.IGNORECASE)
 
 
 def precision_of(word: str, device: Device) -> tuple[str, tuple[str, ...]]:
@@ -30,9 +42,7 @@ def precision_of(word: str, device: Device) -> tuple[str, tuple[str, ...]]:
         precision = "tf32" if "tf32" in device.rates else "fp32"
         return precision, (f"{precision} unasked",)
     if word not in PRECISIONS:
-        raise NotCovered(
-            "fp8 or fp4: a plan has no such precision" if EIGHT_BITS_OR_LESS.search(word) else f"precision '{word}'"
-        )
+        raise NotCovered("fp4: a plan has no such precision" if FOUR_BITS.search(word) else f"precision '{word}'")
     return PRECISIONS[word], ((DEFAULTS_BY_WORD[word],) if word in DEFAULTS_BY_WORD else ())
 
 
