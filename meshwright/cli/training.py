@@ -21,13 +21,19 @@ def train_as_rank(
     job: "Job", plan: "Plan | Literal['auto']", cluster: str | None, resume: str, record: int
 ) -> dict[str, Any] | None:
     """Trains as a rank that a launcher has started. Returns the result on rank 0 of a finished run."""
-    from meshwright.auto.choose import plan_chooser
+    from meshwright.auto.choose import plan_chooser, plan_of_job
     from meshwright.cluster.detect import find_cluster
+    from meshwright.train.job_parts import JobParts
     from meshwright.train.launched import train_as_launched_rank
+
+    def suggest(error: OutOfMemory, used: "Plan", ranks: int) -> OutOfMemory:
+        cluster = machines if machines.device_count == ranks else machines.with_device_count(ranks)
+        suggested = with_smaller_plan(error, job, cluster, plan_of_job(JobParts(job), cluster, used))
+        return OutOfMemory(str(suggested).replace("\n", "; "))  # a rank's failure is one line
 
     machines = find_cluster(cluster or job.cluster)
     choice = plan_chooser(job) if plan == "auto" else plan
-    result = train_as_launched_rank(job, choice, machines, resume, record)
+    result = train_as_launched_rank(job, choice, machines, resume, record, suggest)
     if result is not None:
         _store_page_values(job, machines, Path(result["run"]))
     return result

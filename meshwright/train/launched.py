@@ -4,20 +4,22 @@ They first make sure that all have the same job; then rank 0 chooses the plan an
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from meshwright import errors
 from meshwright.calibrate.machines import find_measured_machines
 from meshwright.cluster.cluster import Cluster
-from meshwright.errors import InputError, MeshwrightError
+from meshwright.errors import InputError, MeshwrightError, OutOfMemory
 from meshwright.exchange import broadcast_value
-from meshwright.job import Job
-from meshwright.launch.environment import read_environment
+from meshwright.job import Job, load_plan
+from meshwright.launch.environment import Environment, read_environment
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.output import redirect
+from meshwright.launch.process_exit import record_failure_and_exit
 from meshwright.launch.rank import run_rank
 from meshwright.launch.world import World
 from meshwright.plan import Plan
@@ -33,6 +35,12 @@ ChoosePlan = Callable[[Cluster, str], tuple[Plan, str | None]]
 """Chooses the plan for a cluster and a run to resume (`lock_run_folder`). Also returns a line that says why."""
 
 
+SuggestPlan = Callable[[OutOfMemory, Plan, int], OutOfMemory]
+"""Adds to the error what was predicted for the plan on so many ranks, and the fastest plan that needs less memory."""
+
+_SUGGESTION_S = 60.0  # how long the search for such a plan may take
+
+
 @dataclass(frozen=True)
 class _Run:
     """What all ranks train: the plan, and the run folder. `locked_run` is None on ranks other than 0."""
@@ -43,17 +51,31 @@ class _Run:
 
 
 def train_as_launched_rank(
-    job: Job, plan: Plan | ChoosePlan, cluster: Cluster, resume: str, recorded_steps: int = 0
+    job: Job,
+    plan: Plan | ChoosePlan,
+    cluster: Cluster,
+    resume: str,
+    recorded_steps: int = 0,
+    suggest: SuggestPlan | None = None,
 ) -> dict[str, Any] | None:
     """Trains as this rank of a launched run. `plan` is a function if rank 0 is to choose the plan; if the cluster does
     not describe the ranks, every rank is a replica then. `resume` and `recorded_steps` are those of `run.train`.
-    Returns the result on rank 0, and None on other ranks or if the run was stopped before its end."""
+    `suggest` adds to an error about full memory which plan needs less. Returns the result on rank 0, and None on other
+    ranks or if the run was stopped before its end."""
     results: list[dict[str, Any] | None] = []
 
     def main(world: World, heartbeat: Heartbeat) -> None:
         results.append(train_in_world(job, plan, cluster, resume, world, heartbeat, recorded_steps))
 
-    run_rank(main, cluster.kind, job.train.timeout_s)
+    def end(error: BaseException, env: Environment, heartbeat: Heartbeat) -> NoReturn:
+        # The other ranks wait for this one in the meantime.
+        is_in_time = job.train.timeout_s >= _SUGGESTION_S
+        if isinstance(error, OutOfMemory) and suggest is not None and heartbeat.folder is not None and is_in_time:
+            with suppress(Exception):  # there may be too little memory to search for a plan
+                error = suggest(error, load_plan(RunFolder(heartbeat.folder.parent).plan), env.size)
+        record_failure_and_exit(error, env, heartbeat)
+
+    run_rank(main, cluster.kind, job.train.timeout_s, end=end)
     return results[0]
 
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.forking.environment import REPOSITORY
 from tests.forking.forked import start as start_process
-from tests.train.commands import start
+from tests.train.commands import start, write_job
 
 TIMEOUT_S = 6.0  # joining may take as long where cores are busy
 BUCKET = r"gradient exchange of blocks\.0\.linear to head \(bucket 0\)"
@@ -140,6 +140,17 @@ def test_out_of_memory_says_where_and_what_was_in_use(tmp_path: Path, fault: str
     ), line
     assert predicted.startswith("predicted were "), err
     assert smaller.startswith(("the fastest plan that needs at least a tenth less is ", "no plan is predicted to need"))
+
+
+@pytest.mark.soak
+def test_out_of_memory_under_torchrun_names_a_plan_that_needs_less(tmp_path: Path) -> None:
+    words, _ = write_job(tmp_path, {**job("memory"), "train": {"epochs": 1, "global_batch": 16}}, 2)
+    ranks = ["--standalone", "--nproc-per-node", "2", "--log-dir", str(tmp_path / "elastic")]
+    process = start_process("tests.forking.forked:torchrun", *ranks, "-m", "meshwright", *words)
+    _, err = process.communicate(timeout=240)
+    line = next(line for line in err.splitlines() if line.startswith("rank 1 failed at step 2 (forward): "))
+    used = rf"out of memory in {IN_BLOCK}: it wanted 1\.0 EiB more; in use were .*: weights .*; predicted were .*: "
+    assert re.search(rf"{used}.*; (the fastest plan that needs at least a tenth less is |no plan is predicted)", line)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
