@@ -35,6 +35,10 @@ FIRST = ("--nodes", "2", "--node-rank", "0")
             "has 2 ranks, but --nodes 2 × 2",
         ),
         (("--nodes", "1:2", "--node-rank", "0", *HERE, "--set", "plan.axes.replicate=4"), "a single number"),
+        (
+            ("--nodes", "1:2", "--node-rank", "0", *HERE, "--set", "train.timeout_s=20"),
+            "--nodes 1:2 with train.timeout_s 20: it takes 25 s until a lost machine is noticed",
+        ),
         ((*FIRST, *HERE, "--cluster", "3x8xH100"), "'3x8xH100' has 3 machines"),
         ((*FIRST, *HERE, "--cluster", "2x8xH100"), "has 8 GPUs, this machine has 0"),
         ((*FIRST, "--rendezvous", "192.0.2.1:29500"), "has no address 192.0.2.1"),

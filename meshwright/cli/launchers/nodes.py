@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from meshwright.job import Job
     from meshwright.plan import Plan
 
+LEAST_ELASTIC_TIMEOUT_S = 30.0  # a lost machine is noticed after 15 s, and the others wait 10 s for more to join
+
 
 @dataclass(frozen=True)
 class RankRequest:
@@ -50,6 +52,12 @@ def train_on_nodes(
             " private network, and a free port there"
         )
     address = parse_address(rendezvous)
+    if nodes.is_elastic and job.train.timeout_s < LEAST_ELASTIC_TIMEOUT_S:
+        raise InputError(
+            f"--nodes {nodes} with train.timeout_s {job.train.timeout_s:g}: it takes 25 s until a lost machine is"
+            f" noticed and the others meet again, so the run would end: set train.timeout_s to at least"
+            f" {LEAST_ELASTIC_TIMEOUT_S:g}"
+        )
     with preloaded("meshwright.train.rank", job.train.spare):
         from meshwright.cluster.detect import find_cluster
         from meshwright.launch.nodes.launch import NodeSettings, launch_node
