@@ -68,7 +68,7 @@ def main() -> None:
     predicted_step_s = float(sys.argv[4]) if sys.argv[4] else None
     job, plan = load_job(folder.job), load_plan(folder.plan)
     if plan.gradients.servers:
-        run_rank_with_servers(job, plan, folder, device, predicted_step_s)
+        run_rank_with_servers(job, plan, folder, device, predicted_step_s, began)
         return
 
     def train(world: World, heartbeat: Heartbeat) -> None:

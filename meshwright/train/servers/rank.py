@@ -9,6 +9,7 @@ from torch import Tensor
 
 from meshwright.data.loading import SampleShare
 from meshwright.job import Job
+from meshwright.launch.environment import restart_times
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.peer_connection import describe_last_heartbeat, store_connector
 from meshwright.launch.rank import run_rank
@@ -18,6 +19,7 @@ from meshwright.plan import Plan
 from meshwright.train.build import build_data, build_loading, build_metrics
 from meshwright.train.job_session import build_session
 from meshwright.train.output.folder import RunFolder
+from meshwright.train.output.recovery import record_recovery
 from meshwright.train.output.step_profile import record_times
 from meshwright.train.servers.server import Server
 from meshwright.train.servers.server_group import ServerGroup
@@ -26,9 +28,11 @@ from meshwright.train.servers.training_spec import training_spec_of, worker_plan
 from meshwright.train.servers.worker import ServerClient, run_worker
 
 
-def run_rank_with_servers(job: Job, plan: Plan, folder: RunFolder, device: str, predicted_step_s: float | None) -> None:
+def run_rank_with_servers(
+    job: Job, plan: Plan, folder: RunFolder, device: str, predicted_step_s: float | None, began: float | None = None
+) -> None:
     """Runs this process as a worker or as a server, depending on its rank. `predicted_step_s` is only copied into the
-    result; None if there is no prediction."""
+    result; None if there is no prediction. `began` is when this process began to run as a rank (`time.time`)."""
 
     def main(world: World, heartbeat: Heartbeat) -> None:
         if job.train.deterministic:
@@ -36,7 +40,7 @@ def run_rank_with_servers(job: Job, plan: Plan, folder: RunFolder, device: str, 
         if world.rank < plan.world_size:
             train_worker(job, plan, folder, world, heartbeat)
         else:
-            train_server(job, plan, folder, world, heartbeat, predicted_step_s)
+            train_server(job, plan, folder, world, heartbeat, predicted_step_s, began)
 
     def join(device: str, timeout_s: float) -> World:
         world = world_without_group("cpu")  # servers compute on the CPU
@@ -76,9 +80,16 @@ def train_worker(job: Job, plan: Plan, folder: RunFolder, world: World, heartbea
 
 
 def train_server(
-    job: Job, plan: Plan, folder: RunFolder, world: World, heartbeat: Heartbeat, predicted_step_s: float | None
+    job: Job,
+    plan: Plan,
+    folder: RunFolder,
+    world: World,
+    heartbeat: Heartbeat,
+    predicted_step_s: float | None,
+    began: float | None = None,
 ) -> None:
-    """Runs the trainer on a server. The servers have a process group without the workers."""
+    """Runs the trainer on a server. The servers have a process group without the workers. `began` is when this process
+    began to run as a rank; None if that is not known."""
     gradients, timeout_s = plan.gradients, job.train.timeout_s
     server_rank = world.rank - plan.world_size
     connect = store_connector(world.attempt, timeout_s)
@@ -93,7 +104,12 @@ def train_server(
         )
     servers = gradients.servers
     server_world = World(server_rank, world.local_rank, servers, servers, world.attempt, world.device, store)
-    with StopRequest() as stop, record_times(folder, heartbeat, server_world, world.rank, job.log):
+    restart = restart_times() if server_rank == 0 else None
+    with (
+        StopRequest() as stop,
+        record_times(folder, heartbeat, server_world, world.rank, job.log),
+        record_recovery(restart, began, server_world, folder, heartbeat, lambda line: trainer.display.line(line)),
+    ):
         group = ServerGroup(store, server_rank, servers, timeout_s)
         server = Server(training_spec_of(job), plan, group, connect, timeout_s)
         server.coordinator.participants.last_seen = lambda worker: describe_last_heartbeat(folder.logs, worker)

@@ -105,6 +105,7 @@ def test_a_killed_server_costs_a_restart_of_all_and_changes_no_bit(tmp_path: Pat
     assert "rank 3 was killed by SIGKILL" in err
     assert "all ranks start again" in err
     assert result["restarts"] == 1
+    assert result["recovery_s"] == pytest.approx(sum(result["recovery_parts_s"].values()), abs=0.01)
     expected, found = last_checkpoint(calm), last_checkpoint(folder)
     assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
 
