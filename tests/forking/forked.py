@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -154,6 +155,14 @@ class Process:
 
     def wait(self) -> int:
         return self._process.wait()
+
+    def wait_for_text(self, text: str, timeout: float = 100) -> None:
+        """Waits until the process has printed the text to stderr."""
+        deadline = time.monotonic() + timeout
+        while text not in (printed := self._stderr.read_text()):
+            assert self.poll() is None, printed
+            assert time.monotonic() < deadline, printed
+            time.sleep(0.05)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """Waits for the end, and returns what it printed to stdout and stderr."""

@@ -43,6 +43,7 @@ class NodeAgent(Agent):
         self._machines = store
         self._round = 0
         self._has_failed = False
+        self._result: dict[str, Any] | None = None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._round = self._rendezvous_handler.round
@@ -98,9 +99,12 @@ class NodeAgent(Agent):
             self._exit_barrier()
 
     def _exit_barrier(self) -> None:
-        """Tells machine 0 that the ranks here have ended. Machine 0 waits for all others, because it has the store."""
+        """Tells machine 0 that the ranks here have ended. Machine 0 waits for all others, because it has the store. The
+        others first wait for the result, which rank 0 may write after their ranks have ended."""
         group = self._worker_group
         try:
+            if self._rendezvous_handler.node.rank:
+                self._wait_for_result()
             self._machines.write(f"end of node {group.group_rank} in attempt {self._round}", "1")
             if self._rendezvous_handler.node.rank:
                 return
@@ -111,12 +115,25 @@ class NodeAgent(Agent):
         except RuntimeError:
             return  # the store has ended with machine 0
 
+    def _wait_for_result(self) -> None:
+        """Waits until rank 0 has written the result, or the ranks of its machine have ended without one."""
+        key = f"end of node 0 in attempt {self._round}"
+        deadline = time.monotonic() + _LEAVE_S
+        while time.monotonic() < deadline and not self._stop.insisted:
+            has_ended = self._records.check([key])  # read first: the result is written before
+            self._result = self.result()
+            if self._result is not None or has_ended:
+                return
+            time.sleep(POLL_S)
+
     def kill_ranks(self) -> None:
         """Kills the ranks of this machine, which cannot go on without another one."""
         self._kill_ranks()
 
     def result(self) -> dict[str, Any] | None:
         """Returns the result that rank 0 has written to the store; None if the run has not finished."""
+        if self._result is not None:
+            return self._result
         key = result_key(self._round)
         if not self._machines.check([key]):
             return None

@@ -128,14 +128,17 @@ def test_a_stop_of_one_command_saves_and_ends_all(
 
 @pytest.mark.soak
 def test_an_elastic_run_takes_in_a_machine(tmp_path: Path) -> None:
-    steps = 60 * 17
-    job = {**JOB, "train": {**JOB["train"], "epochs": 60}, "log": {**JOB["log"], "eval_every_steps": 500}}
-    machines = Machines(tmp_path, "1:2", job)
+    gate = tmp_path / "gate"  # the first machine waits there until it has noticed the second one
+    data = {"train": {"call": "tests.train.gated:Gated", "gate": str(gate), "free": 31 * 40}}
+    machines = Machines(
+        tmp_path, "1:2", {**JOB, "data": {**JOB["data"], **data}, "train": {**JOB["train"], "epochs": 6}}
+    )
     first = machines.start(0)
     wait_for(machines.run, rank=0, step=20)
     second = machines.start(1)
-    result, err = commands.finish(first, steps)
-    assert "a machine joins: the ranks save, and all start again" in err
+    first.wait_for_text("a machine joins: the ranks save, and all start again")
+    gate.touch()
+    result, err = commands.finish(first, 6 * 17)
     assert " on 2 CPU ranks" in err
     finish(second)
     assert result["run"] == str(machines.run.path)
