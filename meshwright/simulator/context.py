@@ -10,12 +10,12 @@ message on (`attention_exchange_s`):
 
                  forward                                backward
     all_gather   all_gather N·b                         all_gather N·b + reduce_scatter N·g
-    ring         (N - 1) steps of p(b), each behind     (N - 1) steps of p(b) + p(g), each behind t / N; and one p(g)
+    ring         (N - 1) steps of p(b), each behind     (N - 1) steps of p(b) + p(g), each behind t / N
                  t / N of the attention
 
 Bytes in memory while a rank's queries attend (`exchanged_bytes`):
 
-    all_gather   N · (b + g)        ring   2 · b + 3 · g
+    all_gather   N · (b + g)        ring   2 · b + 4 · g
 """
 
 from dataclasses import dataclass, replace
@@ -96,7 +96,7 @@ def key_value_messages(profile: ModelProfile, plan: Plan, batch: float) -> list[
             else:  # keys and values are gathered by themselves
                 messages.append(TensorMessage("all_gather", ranks * size / 2, 2 * times, forward))
             if operator.computes_gradient and is_ring:
-                messages.append(TensorMessage("point_to_point", gradients, ranks * times, forward))
+                messages.append(TensorMessage("point_to_point", gradients, (ranks - 1) * times, forward))
             elif operator.computes_gradient:
                 messages.append(TensorMessage("reduce_scatter", ranks * gradients / 2, 2 * times, forward))
     return messages
@@ -136,7 +136,7 @@ def _call_s(operator: Operator, batch: float, busy_s: float, exchange: ContextEx
     pass_on_s = collective_s("point_to_point", keys_values, group, cluster)
     gradients_s = collective_s("point_to_point", gradients, group, cluster) if gradients else 0.0
     exposed_s = overlap(busy_s / ranks, pass_on_s + gradients_s, cluster.kind).exposed_s
-    return (ranks - 1) * exposed_s + gradients_s
+    return (ranks - 1) * exposed_s
 
 
 def with_divided_tables(profile: ModelProfile, plan: Plan) -> ModelProfile:
@@ -161,4 +161,4 @@ def exchanged_bytes(profile: ModelProfile, plan: Plan, batch: float, share: floa
     attentions = [o for segment in profile.segments for o in segment.operators if o.kind == "attention"]
     ranks, is_ring = plan.axes.context, plan.modules.attention_exchange == "ring"
     sizes = [key_value_bytes(operator, batch, share) for operator in attentions]
-    return max((2 * b + 3 * g if is_ring else ranks * (b + g) for b, g in sizes), default=0.0)
+    return max((2 * b + 4 * g if is_ring else ranks * (b + g) for b, g in sizes), default=0.0)

@@ -3,7 +3,8 @@
 A case is a text such as `R2T2 sequence`: the sizes of the axes by their first letters, and further options.
 """
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -50,6 +51,11 @@ CUTS = {
 
 def plan_of(kind: str, case: str) -> Plan:
     """The plan of a case, for one kind of model."""
+    return plan_with_cuts(case, partial(cuts_of, kind))
+
+
+def plan_with_cuts(case: str, cuts: Callable[[int], tuple[str, ...]]) -> Plan:
+    """The plan of a case; `cuts` has the cuts of a model for a number of stages."""
     sizes, *options = case.split()
     axes = {AXES[letter]: int(size) for letter, size in zip(sizes[::2], sizes[1::2], strict=True)}
     plan: dict[str, Any] = {"axes": axes}
@@ -59,7 +65,7 @@ def plan_of(kind: str, case: str) -> Plan:
     if axes.get("pipeline", 1) > 1:
         schedule = next((option for option in options if option in SCHEDULES), "1f1b")
         stages = axes["pipeline"] * SCHEDULES[schedule]
-        plan["pipeline"] = {"schedule": schedule, "microbatches": axes["pipeline"], "cuts": cuts_of(kind, stages)}
+        plan["pipeline"] = {"schedule": schedule, "microbatches": axes["pipeline"], "cuts": cuts(stages)}
     return Plan.model_validate(plan)
 
 

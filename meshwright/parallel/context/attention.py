@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.parallel.context.exchange import Exchange, KeyValueShard, key_value_gradients, key_value_shards
+from meshwright.parallel.context.exchange import Exchange, KeyValueShard, Part, key_value_gradients, key_value_shards
 from meshwright.parallel.context.tiles import (
     Dropout,
     Merged,
@@ -21,6 +21,7 @@ from meshwright.parallel.context.tiles import (
     full_tiles,
     gradients,
     masked_tiles,
+    tiles_of_part,
 )
 from meshwright.parallel.differentiable_collectives import AxisGroup, IndexRanges
 
@@ -84,11 +85,11 @@ class _Attention(torch.autograd.Function):
         call: AttentionCall = ctx.call
         grad_query = torch.zeros_like(query, dtype=log_sum.dtype)
 
-        def gradients_of(shard: KeyValueShard) -> tuple[Tensor, Tensor]:
+        def gradients_of(shard: KeyValueShard, part: Part) -> tuple[Tensor, Tensor]:
             grad_key, grad_value = (
                 torch.zeros_like(tensor, dtype=log_sum.dtype) for tensor in (shard.key, shard.value)
             )
-            for tile in call.tiles(shard, mask):
+            for tile in tiles_of_part(call.tiles(shard, mask), part):
                 keys, values = (_tile_heads(tensor, tile.keys, query) for tensor in (shard.key, shard.value))
                 rows = tile.queries
                 of_query, of_key, of_value = gradients(

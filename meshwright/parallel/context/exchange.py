@@ -2,12 +2,13 @@
 
     all_gather   all shards at once in the forward pass, again in the backward pass, and a reduce-scatter of gradients
     ring         in N - 1 steps each rank passes the shard on that it has received, while it computes with it; in the
-                 backward pass the gradients of a shard travel with it and return to its rank after N steps
+                 backward pass the gradients of a shard follow it, from the rank after its own one on, and reach its own
+                 rank after N - 1 steps
 
-Bytes that a rank sends, with N ranks and b the bytes of its keys and values, g those of their gradients:
-                 forward        backward
-    all_gather   (N - 1) · b    (N - 1) · b + (N - 1) · g
-    ring         (N - 1) · b    (N - 1) · b + N · g
+Bytes that a rank sends, with N ranks and b the bytes of its keys and values, g those of their gradients, are the same
+for both: (N - 1) · b in the forward pass, and (N - 1) · (b + g) in the backward pass. A ring sends all of them while it
+computes: of its own shard, which needs no other rank, a rank computes a part while the first keys and values arrive,
+and the rest while the last gradients do.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,8 +41,9 @@ class KeyValueShard:
     value: Tensor
 
 
-# Returns the gradients of a shard's keys and values.
-ShardGradients = Callable[[KeyValueShard], tuple[Tensor, Tensor]]
+# Returns the gradients of a shard's keys and values: of all of its work, or of the first or the second part.
+Part = Literal["all", "first", "second"]
+ShardGradients = Callable[[KeyValueShard, Part], tuple[Tensor, Tensor]]
 
 
 def key_value_shards(
@@ -72,19 +74,23 @@ def key_value_gradients(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of this rank's keys and values: the sum over the ranks of what `gradients_of` returns for them."""
     if exchange == "all_gather":
-        grads = gradients_of(_gathered(key, value, tokens, group))
+        grads = gradients_of(_gathered(key, value, tokens, group), "all")
         ranges = _ranges(key, tokens)
         grad_key, grad_value = (reduce_scatter_tensor(grad, ranges, group) for grad in grads)
         return grad_key, grad_value
-    arriving_gradients: Callable[[], Tensor] | None = None
-    for step, shard in enumerate(key_value_shards(key, value, tokens, group, "ring")):
-        packed = _pack(*gradients_of(shard))
-        if arriving_gradients is not None:
-            packed += arriving_gradients()
+    arriving: Callable[[], Tensor] | None = None
+    shards = enumerate(key_value_shards(key, value, tokens, group, "ring"))
+    _, own_shard = next(shards)
+    own = _pack(*gradients_of(own_shard, "first"))
+    for step, shard in shards:
+        packed = _pack(*gradients_of(shard, "all"))
+        if arriving is not None:
+            packed += arriving()
         owner = (group.rank - step) % group.size
-        arriving_gradients = _pass_on(packed, _next_size(packed, tokens, owner), group, _GRADIENTS)
-    assert arriving_gradients is not None, "a context axis has at least two ranks"
-    return _unpack(arriving_gradients(), key, value, key.shape[-2])
+        arriving = _pass_on(packed, _next_size(packed, tokens, owner), group, _GRADIENTS)
+    own += _pack(*gradients_of(own_shard, "second"))
+    assert arriving is not None, "a context axis has at least two ranks"
+    return _unpack(own + arriving(), key, value, key.shape[-2])
 
 
 def _gathered(key: Tensor, value: Tensor, tokens: tuple[IndexRanges, ...], group: AxisGroup) -> KeyValueShard:

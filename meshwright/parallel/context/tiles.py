@@ -10,7 +10,8 @@ there are, because exp(s_j - L) is the weight of key j among all keys.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -87,6 +88,36 @@ def masked_tiles(queries: IndexRanges, keys: IndexRanges, mask: Tensor) -> list[
     rows = mask if mask.shape[-2] == 1 else _selected(mask, -2, queries)
     part = rows if mask.shape[-1] == 1 else _selected(rows, -1, keys)
     return [Tile((0, _total(queries)), (0, _total(keys)), mask=part)]
+
+
+def tiles_of_part(tiles: list[Tile], part: Literal["all", "first", "second"]) -> list[Tile]:
+    """Some of the tiles, or all of them. The first and the second part are about equal work. A single tile is cut
+    between two queries, unless it draws random numbers, which are those of the whole tile."""
+    if part == "all":
+        return tiles
+    if len(tiles) == 1 and not tiles[0].causal and tiles[0].dropout is None:
+        tiles = _halves(tiles[0])
+    parts: dict[str, list[Tile]] = {"first": [], "second": []}
+    for tile in sorted(tiles, key=_scores_count, reverse=True):
+        smallest = min(parts.values(), key=lambda some: sum(map(_scores_count, some)))
+        smallest.append(tile)
+    return parts[part]
+
+
+def _halves(tile: Tile) -> list[Tile]:
+    begin, end = tile.queries
+    middle = (begin + end) // 2
+    masks = [tile.mask, tile.mask]
+    if tile.mask is not None and tile.mask.shape[-2] != 1:
+        masks = [tile.mask[..., : middle - begin, :], tile.mask[..., middle - begin :, :]]
+    rows = ((begin, middle), (middle, end))
+    return [replace(tile, queries=queries, mask=mask) for queries, mask in zip(rows, masks, strict=True)]
+
+
+def _scores_count(tile: Tile) -> float:
+    """The number of scores that a tile computes."""
+    scores = (tile.queries[1] - tile.queries[0]) * (tile.keys[1] - tile.keys[0])
+    return scores / 2 if tile.causal else scores
 
 
 def _selected(tensor: Tensor, dim: int, ranges: IndexRanges) -> Tensor:

@@ -44,7 +44,8 @@ class NeedsDividedInput(Exception):
 
 
 # Names of torch's operators by rule: operators that keep the order of all elements, that permute or expand dimensions,
-# that take slices, that reduce or normalize along dimensions, and that select the largest elements along one.
+# that take slices, that reduce or normalize along dimensions, that select the largest elements along one, and that read
+# or write elements at given indices along one.
 _OPERATORS_BY_RULE = {
     "keeps_order": "view _unsafe_view reshape _reshape_alias unsqueeze squeeze flatten unflatten alias detach clone "
     "contiguous _to_copy lift_fresh rand_like randn_like empty_like zeros_like ones_like full_like bernoulli "
@@ -53,6 +54,7 @@ _OPERATORS_BY_RULE = {
     "slices": "slice select split split_with_sizes unsafe_split unsafe_split_with_sizes chunk unbind",
     "reduces": "mean sum amax amin var std linalg_vector_norm _softmax _log_softmax softmax _safe_softmax cumsum",
     "selects": "topk sort argmax argmin max min",
+    "indexes": "gather scatter scatter_ scatter_add scatter_add_",
 }
 _RULES = {name: rule for rule, names in _OPERATORS_BY_RULE.items() for name in names.split()}
 
@@ -86,6 +88,8 @@ def propagate_split(
         return {op.outputs[0]: _reduced(flow, op, divided[first])}
     if rule == "selects":
         return dict.fromkeys(op.outputs, _reduced(flow, op, divided[first]))
+    if rule == "indexes":
+        return {op.outputs[0]: _indexed(flow, op, divided)}
     if "layer_norm" in name or "rms_norm" in name:
         return _normalized(flow, op, divided)
     if name in ("bmm", "mm"):
@@ -238,6 +242,17 @@ def _reduced(flow: Dataflow, op: TracedOperator, dimension: DividedDimension) ->
     if keeps_dims:
         return dimension
     return replace(dimension, dim=dimension.dim - sum(dim < dimension.dim for dim in reduced))
+
+
+def _indexed(flow: Dataflow, op: TracedOperator, divided: dict[int, DividedDimension]) -> DividedDimension:
+    """Returns the division of a tensor of which elements are read or written at indices along one dimension. It must
+    not be the divided one, along which tensor, indices and written elements must be divided alike."""
+    result = _reduced(flow, op, divided[_first_tensor(op)])
+    for value in op.inputs:
+        if value not in divided:
+            raise NeedsDividedInput(value)
+        result = merge_divided(result, divided[value])
+    return result
 
 
 def _normalized(

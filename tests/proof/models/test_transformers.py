@@ -13,7 +13,7 @@ from meshwright.parallel.check import check_plan
 from meshwright.plan import Plan
 from meshwright.proof.request import ProofRequest, UserModel
 from tests.proof.cases import prove_in_pool
-from tests.proof.models.transformers_models import CASES, Samples
+from tests.proof.models.transformers_models import CASES, LENGTH, Samples
 from tests.ranks import RankFailure, RankPool
 from tests.soaked import all_but
 
@@ -37,9 +37,9 @@ def prove_model(
 
 
 def prove_plan(
-    rank: int, size: int, name: str, plan: dict[str, Any], folder: Path, dtype: str = "fp64"
+    rank: int, size: int, name: str, plan: dict[str, Any], folder: Path, dtype: str = "fp64", words: int = LENGTH
 ) -> dict[str, Any] | None:
-    """The same for any plan."""
+    """The same for any plan, and for rows of this many words."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = CASES[name].build()
@@ -47,7 +47,7 @@ def prove_plan(
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
         loss=None,
-        data=Samples(CASES[name].samples),
+        data=Samples(CASES[name].samples, words),
         global_batch=9,
         clip_norm=0.5,
     )

@@ -237,23 +237,24 @@ def build(name: str) -> nn.Module:
 class Samples(Dataset[dict[str, Tensor]]):
     """Random samples of one kind. Rows have different lengths, so padding and ignored labels differ between ranks."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, most_words: int = LENGTH) -> None:
         self.kind = kind
+        self.most_words = most_words
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         draw = torch.Generator().manual_seed(index)
-        words = torch.randint(3, WORDS, (LENGTH,), generator=draw)
-        length = 3 + index % (LENGTH - 2)
-        mask = (torch.arange(LENGTH) < length).long()
+        words = torch.randint(3, WORDS, (self.most_words,), generator=draw)
+        length = 3 + index % (self.most_words - 2)
+        mask = (torch.arange(self.most_words) < length).long()
         labels = words.masked_fill(mask == 0, -100)
         label = torch.tensor(-100 if index % 7 == 5 else index % 3)
         if self.kind == "causal":
             return {"input_ids": words * mask, "attention_mask": mask, "labels": labels}
         if self.kind == "masked":
-            chosen = torch.rand(LENGTH, generator=draw) < 0.4
+            chosen = torch.rand(self.most_words, generator=draw) < 0.4
             chosen[0] = True
             ids = words.masked_fill(chosen, 1)
             return {"input_ids": ids * mask, "attention_mask": mask, "labels": labels.masked_fill(~chosen, -100)}
