@@ -14,6 +14,7 @@ multiples of 16. Saved tensors stay in bf16, so a plan's memory is that of bf16.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from meshwright.blocks.operator_kinds import OperatorKind
 from meshwright.profile.values import BatchPolynomial, ModelProfile, Operator, TraceSegment
 
 _SIZE_MULTIPLE = 16  # the fp8 instructions want both sizes of a layer to be multiples of this (parallel/float8.py)
@@ -83,13 +84,14 @@ def _casts(operator: Operator, casts: Float8Casts) -> list[Operator]:
     left, right = _times(_times(count, m), k), _times(_times(count, k), n)
     weight_gradient, others = ([right] if casts.again else []), ([left, right] if casts.weights else [left])
     tensors = weight_gradient if k.linear else others
+    kinds: tuple[tuple[str, OperatorKind, float], ...] = (
+        ("float8_scale", "reduction", casts.scale_bytes),
+        ("float8_cast", "elementwise", casts.cast_bytes),
+    )
     return [
         Operator(operator.layer, name, kind, "bfloat16", BatchPolynomial(0.0, 0.0), size.scaled(moved), (size,))
         for size in tensors
-        for name, kind, moved in (
-            ("float8_scale", "reduction", casts.scale_bytes),
-            ("float8_cast", "elementwise", casts.cast_bytes),
-        )
+        for name, kind, moved in kinds
         if moved
     ]
 

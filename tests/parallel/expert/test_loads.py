@@ -41,7 +41,9 @@ def test_the_largest_skew_names_layer_expert_and_rank() -> None:
 
 
 def test_loads_since_the_last_log_are_those_of_the_steps_between() -> None:
-    loads = ExpertLoads(AxisGroup(cast(dist.ProcessGroup, None), 0, 2, "expert"), None, torch.device("cpu"))
+    loads = ExpertLoads(
+        AxisGroup(cast(dist.ProcessGroup, None), 0, 2, "expert"), cast(dist.ProcessGroup, None), torch.device("cpu")
+    )
     assert loads.since_log({"a": [4, 0]}) == {"a": [4, 0]}
     assert loads.since_log({"a": [5, 6]}) == {"a": [1, 6]}
     loads.reset()

@@ -21,7 +21,7 @@ MODELS = ("llama", "gpt2", "bert")
 # Each rank has tokens of its own, which it sends to experts of ranks with the same tokens of other samples.
 MIXTURES = ("mixtral", "qwen3 mixture", "deepseek")
 WITH_EXPERTS = ("R2C2E2 twice", "S2C2E2 ring", "R2C2P2E2 ring", "R2S2C2E2")
-EACH = [
+EACH: list[str] = [
     *(f"{name}: {case}" for case in PLANS for name in MODELS),
     *(f"{name}: {case}" for case in WITH_EXPERTS for name in MIXTURES),
     *(f"listed experts: {case}" for case in ("R2C2E2 twice", "R4C2E4 ring")),
