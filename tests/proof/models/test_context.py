@@ -32,8 +32,15 @@ def plan_of_model(name: str, case: str) -> Plan:
     return plan_with_cuts(case, lambda stages: (CASES[name].cut or "",))
 
 
+def ranks_of(case: str) -> int:
+    return plan_of_model(*case.split(": ")).world_size
+
+
+CASES_BY_RANKS: list[str] = sorted(EACH, key=ranks_of)
+
+
 @pytest.mark.soak
-@pytest.mark.parametrize("case", sorted(EACH, key=lambda case: plan_of_model(*case.split(": ")).world_size))
+@pytest.mark.parametrize("case", CASES_BY_RANKS)
 def test_a_model_with_divided_sequences_is_proved(worlds: Worlds, case: str, tmp_path: Path) -> None:
     name, plan_case = case.split(": ")
     plan = plan_of_model(name, plan_case)
