@@ -8,10 +8,12 @@ import pytest
 
 from validation.memory import convolution_workspaces, one_gpu, published, sharded
 from validation.memory.peak_comparison import PeakComparison
+from validation.predictions.features import cases_of, predicted_seconds
 from validation.predictions.predict import PredictedCase, predict_case, traced
 from validation.predictions.report import Report, make_report
 from validation.predictions.score import errors_of
 from validation.runs.cover import cover
+from validation.runs.features import Feature
 from validation.stated_accuracy import StatedAccuracy, StatedFigure, stated_accuracies
 from validation.steps.steps import recorded_errors
 
@@ -76,6 +78,22 @@ def test_steps_on_b200_and_that_worse_predictions_would_fail() -> None:
     accuracy, predictions = STATED["published steps on B200"], predictions_of_source("simumax_b200")
     assert accuracy.worse_figures({"median": median_error(predictions)}) == []
     assert accuracy.worse_figures({"median": median_error(predictions, factor=0.9)})
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("name", "feature"),
+    [
+        ("published steps with experts", "experts"),
+        ("published steps with context", "context"),
+        ("published steps on newer GPUs", "newer GPUs"),
+        ("published steps in fp8", "fp8"),
+    ],
+)
+def test_published_steps_that_are_judged_apart(name: str, feature: Feature) -> None:
+    cases = cases_of((feature,))
+    errors = errors_of(cases, predicted_seconds(cases))
+    assert STATED[name].worse_figures({"median": errors.median, "p90": errors.p90}) == []
 
 
 @pytest.mark.parametrize(

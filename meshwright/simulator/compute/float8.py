@@ -84,14 +84,14 @@ def _casts(operator: Operator, casts: Float8Casts) -> list[Operator]:
     left, right = _times(_times(count, m), k), _times(_times(count, k), n)
     weight_gradient, others = ([right] if casts.again else []), ([left, right] if casts.weights else [left])
     tensors = weight_gradient if k.linear else others
-    kinds: tuple[tuple[str, OperatorKind, float], ...] = (
+    kernels: tuple[tuple[str, OperatorKind, float], ...] = (
         ("float8_scale", "reduction", casts.scale_bytes),
         ("float8_cast", "elementwise", casts.cast_bytes),
     )
     return [
         Operator(operator.layer, name, kind, "bfloat16", BatchPolynomial(0.0, 0.0), size.scaled(moved), (size,))
         for size in tensors
-        for name, kind, moved in kinds
+        for name, kind, moved in kernels
         if moved
     ]
 
