@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from meshwright.blocks.generation_cache import disable_generation_caches
 from meshwright.blocks.module_names import is_inside
 from meshwright.blocks.operator_kinds import operator_kind
 from meshwright.blocks.power_iteration import power_iterations, without_power_iteration
@@ -60,6 +61,7 @@ def recompute_blocks(
     names = find_blocks(model)
     if not names:
         raise InputError(f"memory.recompute is {kind}, but {type(model).__name__} has no blocks to recompute")
+    disable_generation_caches(model)
     for name in names:
         block = model.get_submodule(name)
         block.forward = _recomputing_forward(block, kind, preserve_rng_state, pass_contexts)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.batch import ModelBatch
+from meshwright.blocks.generation_cache import disable_generation_caches
 from meshwright.parallel.context.divide_model import SequenceDivision
 from meshwright.parallel.pipeline.remote_modules import tensors_in
 from meshwright.parallel.pipeline.stage_dataflow import CallKey, StageDataflow, TensorPosition
@@ -155,14 +156,6 @@ def copy_with_tensors(model: nn.Module, new_tensor: Callable[[Tensor], Tensor]) 
     copied = copy.deepcopy(model, memo)
     disable_generation_caches(copied)
     return copied
-
-
-def disable_generation_caches(model: nn.Module) -> None:
-    """Switches off the key and value caches of `transformers` models, which serve generation and not training."""
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "use_cache", False):
-            config.use_cache = False
 
 
 def _signature(tree: Any) -> Hashable:

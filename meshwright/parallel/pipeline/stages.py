@@ -13,11 +13,12 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.blocks.generation_cache import disable_generation_caches
 from meshwright.blocks.module_names import is_inside
 from meshwright.blocks.recompute import Recompute, find_blocks, recompute_blocks
 from meshwright.errors import InputError
 from meshwright.parallel.pipeline.remote_modules import ActiveForward, RemoteModule
-from meshwright.parallel.pipeline.shape_inference import ShapeInference, disable_generation_caches, meta_copy
+from meshwright.parallel.pipeline.shape_inference import ShapeInference, meta_copy
 from meshwright.parallel.pipeline.stage import Stage
 from meshwright.parallel.pipeline.stage_dataflow import StageDataflow, trace_stage_dataflow
 from meshwright.plan import Plan

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.batch import ModelBatch, split_batch
+from meshwright.blocks.generation_cache import disable_generation_caches
 from meshwright.errors import InputError
 from meshwright.profile.equal_blocks import EqualBlocks, remove_skipped_blocks, skipped_blocks
 from meshwright.profile.fake import fake_batch, fake_model, reads_values
@@ -263,10 +264,7 @@ def record_dataflow(
     buffers = dict(fake.named_buffers())
     remove_skipped_blocks(fake, equal_blocks)
     fake.train(not evaluating)
-    for module in names:
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "use_cache", False):  # the key-value cache is for generation, not for training
-            config.use_cache = False
+    disable_generation_caches(fake)
     inputs = split_batch(fake_batch(sample, size, mode), target)
     recorder = DataflowRecorder()
     for name, parameter in parameters.items():

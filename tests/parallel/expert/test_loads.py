@@ -41,9 +41,8 @@ def test_the_largest_skew_names_layer_expert_and_rank() -> None:
 
 
 def test_loads_since_the_last_log_are_those_of_the_steps_between() -> None:
-    loads = ExpertLoads(
-        AxisGroup(cast(dist.ProcessGroup, None), 0, 2, "expert"), cast(dist.ProcessGroup, None), torch.device("cpu")
-    )
+    nobody = cast(dist.ProcessGroup, None)
+    loads = ExpertLoads(AxisGroup(nobody, 0, 2, "expert"), nobody, torch.device("cpu"))
     assert loads.since_log({"a": [4, 0]}) == {"a": [4, 0]}
     assert loads.since_log({"a": [5, 6]}) == {"a": [1, 6]}
     loads.reset()

@@ -30,11 +30,12 @@ PLANS: dict[str, dict[str, Any]] = {
     "S4T2E2": {"axes": {"shard": 4, "tensor": 2, "expert": 2}},
     "R2S2P2E2": {"axes": {"replicate": 2, "shard": 2, "pipeline": 2, "expert": 2}, **STAGES},
     "R2S2T2E2": {"axes": {"replicate": 2, "shard": 2, "tensor": 2, "expert": 2}, **TWICE},
+    "S2E2 full": {"axes": {"shard": 2, "expert": 2}, "memory": {"recompute": "full", "accumulation": 2}},
     "R2T2P2E2": {"axes": {"replicate": 2, "tensor": 2, "pipeline": 2, "expert": 2}, **STAGES},
     "S2T2P2E2": {"axes": {"shard": 2, "tensor": 2, "pipeline": 2, "expert": 2}, **STAGES},
     "R8E4": {"axes": {"replicate": 8, "expert": 4}},
     "S8E4": {"axes": {"shard": 8, "expert": 4}},
-    "R2S4E4": {"axes": {"replicate": 2, "shard": 4, "expert": 4}, **TWICE},
+    "R2S4E4": {"axes": {"replicate": 2, "shard": 4, "expert": 4}},
 }
 # An expert that gets no token, and choices that are dropped because of a capacity: also as a short last batch.
 OF_UNUSED = ("R2E2", "S2E2", "S4E2", "R4E4", "R2T2E2", "R2P2E2", "R2S2E2")
@@ -67,13 +68,27 @@ def test_a_mixture_of_experts_is_proved(two: RankPool, four: RankPool, case: str
 BALANCED = [
     f"{name}: {plan}"
     for name in ("balanced mixtral", "balanced qwen3")
-    for plan in ("R2", "R2E2 once", "S2E2 once", "T2", "R4E2", "R2S2E2", "R2T2E2", "S2T2E2 sequence", "S2 full")
+    for plan in (
+        "R2",
+        "R2E2 once",
+        "S2E2 once",
+        "T2",
+        "R4E2",
+        "R2S2E2",
+        "R2T2E2",
+        "S2T2E2 sequence",
+        "S2 full",
+        "C2",
+        "S2C2E2",
+    )
 ]
 PLANS_OF_BALANCED: dict[str, dict[str, Any]] = {
     **PLANS,
     "R2": {"axes": {"replicate": 2}},
     "S2 full": {"axes": {"shard": 2}, "memory": {"recompute": "full"}},
     "T2": {"axes": {"tensor": 2}},
+    "C2": {"axes": {"context": 2}},
+    "S2C2E2": {"axes": {"shard": 2, "context": 2, "expert": 2}},
     "R2E2 once": {"axes": {"replicate": 2, "expert": 2}},
     "S2E2 once": {"axes": {"shard": 2, "expert": 2}},
 }
