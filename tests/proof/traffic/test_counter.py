@@ -6,6 +6,7 @@ Collectives for control are left out (`counter.MOST_CONTROL_NUMBERS`): sums of l
 flags. Buffers are the `broadcast`; a profile does not say how many each stage has, so all stages are added up.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -184,11 +185,16 @@ def test_under_every_plan_of_up_to_four_ranks(kind: str, case: str) -> None:
         check(pool, kind, case)
 
 
+@pytest.fixture(scope="module")
+def eight() -> Iterator[RankPool]:
+    with ranks(8, 300) as pool:
+        yield pool
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("case", [c for k, c in all_cases() if k == "mixture" and plan_of(k, c).world_size == 8])
-def test_experts_on_eight_ranks(case: str) -> None:
-    with ranks(8) as pool:
-        check(pool, "mixture", case)
+def test_experts_on_eight_ranks(eight: RankPool, case: str) -> None:
+    check(eight, "mixture", case)
 
 
 # ---- the counter itself
