@@ -85,8 +85,6 @@ def _recomputing_forward(
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return original_forward(*args, **kwargs)
-        args = tuple(None if _is_empty_cache(value) else value for value in args)
-        kwargs = {name: None if _is_empty_cache(value) else value for name, value in kwargs.items()}
         settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
         # Compiled code updates buffers once, at its end, therefore nothing has to freeze statistics. The compiler can
         # trace no other contexts than those of selective recomputation.
@@ -97,14 +95,6 @@ def _recomputing_forward(
         return checkpoint(original_forward, *args, **settings, **kwargs)
 
     return forward
-
-
-def _is_empty_cache(value: Any) -> bool:
-    """Whether this is a cache of keys and values, of the transformers library, that holds none yet. A block would add
-    its keys and values in the first pass and find them in the second one. A cache is for generating text; one that a
-    user has filled, as prefix tuning does, is left as it is."""
-    length = getattr(value, "get_seq_length", None)
-    return callable(length) and length() == 0
 
 
 def _selective_policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

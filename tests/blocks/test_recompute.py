@@ -165,39 +165,3 @@ def test_blocks_are_recomputed_each_time_that_a_model_differentiates() -> None:
         recompute_blocks(model, kind)
         results.append(two_steps(model, penalty))
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
-
-
-class Cache:
-    """A cache of keys, as models of the transformers library give it to their blocks."""
-
-    def __init__(self) -> None:
-        self.keys: list[torch.Tensor] = []
-
-    def get_seq_length(self) -> int:
-        return sum(map(len, self.keys))
-
-
-class CachingBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(3, 3))
-
-    def forward(self, x: torch.Tensor, past_key_values: Cache | None = None) -> torch.Tensor:
-        keys = self.inner(x)
-        if past_key_values is not None:
-            past_key_values.keys.append(keys)
-            keys = torch.cat(past_key_values.keys)
-        result: torch.Tensor = x @ keys.T
-        return result
-
-
-def test_a_cache_for_generation_is_not_filled_by_recomputed_blocks() -> None:
-    model = nn.Module()
-    model.blocks = nn.ModuleList([CachingBlock()])
-    recompute_blocks(model, "full")
-    cache = Cache()
-    model.blocks[0](torch.ones(2, 3, requires_grad=True), past_key_values=cache).sum().backward()
-    assert cache.get_seq_length() == 0
-    cache.keys.append(torch.ones(4, 3))  # a user's own keys count
-    with torch.no_grad():
-        assert model.blocks[0](torch.ones(2, 3), past_key_values=cache).shape == (2, 6)
