@@ -35,6 +35,8 @@ OTHER_SELECTIVE = {"megatron": "that of attention alone", "fms-fsdp": "that of s
 # get_block_compute_costs). The parameters per rank in its table confirm this: ten and six blocks on two stages, and
 # five on the first of four.
 CUT_BY_COST = ("nanotron_ultrascale",)
+# torchtitan's pipelines have microbatches of one sample by default (pipeline_parallel_microbatch_size: 1).
+ONE_SAMPLE_STAGES = ("torchtitan_h100",)
 SIZES = {"layers": "layers", "hidden": "hidden", "heads": "heads", "kv_heads": "kv_heads", "ffn": "feedforward"}
 
 
@@ -296,6 +298,9 @@ def _batches(row: PublishedRow, data: int, assumed: Assumptions) -> tuple[int, i
         raise NotCovered("batch not stated")
     if row.micro_batch:
         return global_batch, row.micro_batch
+    if row.source in ONE_SAMPLE_STAGES and row.plan.get("pp", 1) > 1:
+        assumed.used.append("microbatches of one sample in a pipeline")
+        return global_batch, 1
     micro = assumed.take("micro_batch", "microbatch: {}")
     return global_batch, global_batch // data if micro == "whole" else micro
 
