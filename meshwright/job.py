@@ -114,7 +114,9 @@ def load_job(path: str | Path, settings: Sequence[str] = (), text: str | None = 
     raw.setdefault("name", re.sub(r"[^\w.-]", "-", file.stem))
     for setting in settings:
         _override(raw, setting)
-    _apply_synthetic_sizes(raw, {setting.partition("=")[0] for setting in settings})
+    overridden = {setting.partition("=")[0] for setting in settings}
+    overridden |= _apply_sequence_to_data(raw, overridden)
+    _apply_synthetic_sizes(raw, overridden)
     return parse_job(raw, folder=file.parent, source=str(path))
 
 
@@ -157,6 +159,21 @@ def _override(raw: dict[str, Any], setting: str) -> None:
     except YAMLError:
         raise InputError(f"--set {setting}: '{text}' is not YAML") from None
     _set_field(raw, key, value, f"--set {setting}")
+
+
+def _apply_sequence_to_data(raw: dict[str, Any], overridden: Collection[str]) -> set[str]:
+    """If the user has set the length of the model's sequences, those of the data have the same length, unless the user
+    has set theirs. Returns the names of the fields that have changed."""
+    model, data = raw.get("model"), raw.get("data")
+    if "model.sequence" not in overridden or not isinstance(model, Mapping) or not isinstance(data, Mapping):
+        return set()
+    changed = set()
+    for name, part in data.items():
+        field = f"data.{name}.sequence"
+        if isinstance(part, Mapping) and "sequence" in part and field not in overridden:
+            _set_field(raw, field, model["sequence"], "--set model.sequence")
+            changed.add(field)
+    return changed
 
 
 def _apply_synthetic_sizes(raw: dict[str, Any], overridden: Collection[str]) -> None:

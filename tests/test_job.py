@@ -293,3 +293,15 @@ def test_what_plans_may_change_is_rounding_unless_the_job_says_otherwise() -> No
     jobs = Path(__file__).parent.parent / "jobs"
     assert load_job(jobs / "mnist.yaml").allow == "rounding"
     assert load_job(jobs / "gpt.yaml").allow == "changes"
+
+
+def test_the_data_of_a_job_have_the_sequence_length_that_is_set_for_its_model() -> None:
+    gpt = Path(__file__).parents[1] / "jobs" / "gpt.yaml"
+
+    def lengths(*more: str) -> list[int]:
+        data = load_job(gpt, [*more, "data.synthetic=true"]).data
+        return [part.arguments["sequence"] for part in (data.train, data.eval) if part is not None]
+
+    assert lengths() == [64, 64]
+    assert lengths("model.sequence=8192") == [8192, 8192]
+    assert lengths("model.sequence=8192", "data.eval.sequence=32") == [8192, 32]

@@ -6,6 +6,8 @@ The splits are `train` and `val`, or any other that a folder holds as `<split>.b
 import hashlib
 import json
 from dataclasses import dataclass, fields
+from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,9 @@ from meshwright.workloads.text.token_build import TokenFileInfo, build_tokens
 
 IGNORED = -100  # the target that torch's cross entropy ignores
 REMEDY = "build it again with meshwright data tokens"
+# Generated texts: at least as many documents of 500 words, which have more tokens (bytes) than this, the share of them
+# that is for validation, and the windows that all of them have, so that validation has one.
+_DOCUMENTS, _LEAST_DOCUMENT_TOKENS, _VALIDATION, _WINDOWS = 200, 2_000, 0.1, 12
 
 
 @dataclass(frozen=True)
@@ -52,16 +57,17 @@ def tokens(
     Sample i begins at token i × `sequence`. `limit` keeps only the first samples. `vocabulary` is the size of the
     model's vocabulary; a file with a larger vocabulary is an error.
     """
-    return Windows(open_tokens(split, root, synthetic, vocabulary, damaged), sequence, limit, damaged)
+    file = open_tokens(split, root, synthetic, vocabulary, damaged, sequence)
+    return Windows(file, sequence, limit, damaged)
 
 
 def open_tokens(
-    split: str, root: str | None, synthetic: bool, vocabulary: int | None, damaged: DamagePolicy
+    split: str, root: str | None, synthetic: bool, vocabulary: int | None, damaged: DamagePolicy, sequence: int = 1
 ) -> TokenFile:
-    """Returns the token file of a split, which is generated if `synthetic`. Raises InputError if the file's vocabulary
-    is larger than the model's `vocabulary`."""
+    """Returns the token file of a split, which is generated if `synthetic`, for windows of `sequence` tokens. Raises
+    InputError if the file's vocabulary is larger than the model's `vocabulary`."""
     if synthetic:
-        folder = generated_tokens()
+        folder = generated_tokens(sequence)
     elif root is not None:
         folder = Path(root)
     else:
@@ -77,14 +83,17 @@ def open_tokens(
     return file
 
 
-def generated_tokens() -> Path:
-    """Returns the folder of the token files of the generated texts, and builds them if they are not in the cache."""
-    folder = cache_folder() / "synthetic" / f"tokens-{VERSION}"
-    return fill_once(folder, _build_generated)
+def generated_tokens(sequence: int = 1) -> Path:
+    """Returns the folder of the token files of the generated texts, and builds them if they are not in the cache. Each
+    of them has at least one window of `sequence` tokens."""
+    documents = max(_DOCUMENTS, ceil(_WINDOWS * sequence / _LEAST_DOCUMENT_TOKENS))
+    more = f"-{documents}" if documents > _DOCUMENTS else ""
+    folder = cache_folder() / "synthetic" / f"tokens-{VERSION}{more}"
+    return fill_once(folder, partial(_build_generated, documents))
 
 
-def _build_generated(folder: Path) -> None:
-    build_tokens(generated_texts(), folder, validation=0.1)
+def _build_generated(documents: int, folder: Path) -> None:
+    build_tokens(generated_texts(documents), folder, validation=_VALIDATION)
 
 
 def read_token_file(folder: Path, split: str, damaged: DamagePolicy) -> TokenFile:

@@ -32,15 +32,13 @@ def plan_of_model(name: str, case: str) -> Plan:
     return plan_with_cuts(case, lambda stages: (CASES[name].cut or "",))
 
 
-def ranks_of(case: str) -> int:
-    return plan_of_model(*case.split(": ")).world_size
-
-
-CASES_BY_RANKS: list[str] = sorted(EACH, key=ranks_of)
+def _world_size(case: str) -> int:
+    name, plan_case = case.split(": ")
+    return plan_of_model(name, plan_case).world_size
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("case", CASES_BY_RANKS)
+@pytest.mark.parametrize("case", sorted(EACH, key=_world_size))
 def test_a_model_with_divided_sequences_is_proved(worlds: Worlds, case: str, tmp_path: Path) -> None:
     name, plan_case = case.split(": ")
     plan = plan_of_model(name, plan_case)
