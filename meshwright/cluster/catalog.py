@@ -33,7 +33,7 @@ class CatalogEntry:
 def entries() -> dict[str, CatalogEntry]:
     """Returns all entries of the catalog by the name of their device."""
     by_name: dict[str, CatalogEntry] = {}
-    for file in (CATALOG / "nvidia.yaml", CATALOG / "cpus.yaml"):
+    for file in (CATALOG / "nvidia.yaml", CATALOG / "other_gpus.yaml", CATALOG / "cpus.yaml"):
         for name, raw in read_mapping(file, "catalog").items():
             if name != "_shared":  # texts that several entries refer to
                 by_name[name] = _entry(name, raw, f"{file.name}: {name}")

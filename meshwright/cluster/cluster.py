@@ -33,6 +33,7 @@ from meshwright.limits import (
 )
 
 DeviceKind = Literal["cpu", "cuda"]
+Platform = Literal["cuda", "rocm", "gaudi", "mps"]
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "point_to_point"]
 MeasuredOperator = Literal[
     "matmul",
@@ -130,12 +131,15 @@ class Device(_FrozenValue):
     training. `host_bandwidth_bytes_per_s` is that of copies between a GPU and page-locked CPU memory, in one direction;
     0 if it is not known. With `tf32_needs_inner_contiguous`, products in tf32 are slower unless both operands are
     contiguous along the dimension that is summed over.
+    `platform` is how PyTorch uses a GPU; on others than cuda nothing of Meshwright has been run, and only plans are
+    made for them.
     The memory and bandwidth of a CPU device are its share of the machine's memory and bandwidth. `sources` says where
     each constant comes from; its keys are the names of fields, or `rates.bf16` for the rate of one dtype.
     """
 
     name: str
     kind: DeviceKind
+    platform: Platform = "cuda"
     memory_bytes: MemoryBytes = 0
     bandwidth_bytes_per_s: BytesPerSecond = 0
     rates: dict[Dtype, OperationsPerSecond] = {}

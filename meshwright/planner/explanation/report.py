@@ -127,7 +127,17 @@ _HARDWARE: dict[BasedOn, str] = {
 }
 
 
+_PLATFORMS = {"rocm": "AMD's GPUs", "gaudi": "Gaudis", "mps": "Apple's GPUs"}
+
+
 def _basis(inputs: PlanningInputs, profiles: Profiles) -> str:
+    device = inputs.device
+    if device.platform != "cuda":
+        return (
+            f"The prediction is based on published rates and links of the {device.name}, with the efficiencies of a"
+            f" reference GPU of NVIDIA, and on {profiles.method}. Nothing of Meshwright has been run on"
+            f" {_PLATFORMS[device.platform]}: take it as an estimate."
+        )
     return f"The prediction is based on {_HARDWARE[inputs.cluster.based_on]}, and on {profiles.method}."
 
 
