@@ -15,25 +15,33 @@ _MODULES = {
     "Job": "meshwright.job",
     "Plan": "meshwright.plan",
     "Session": "meshwright.train.session",
+    "best_cluster": "meshwright.auto.questions",
     "best_plan": "meshwright.auto.choose",
+    "compare_plans": "meshwright.auto.questions",
+    "largest_batch": "meshwright.auto.questions",
     "load_job": "meshwright.job",
     "load_plan": "meshwright.job",
     "parallelize": "meshwright.train.parallelize",
     "predict": "meshwright.planner.predict",
     "prove": "meshwright.proof.prove_model",
+    "sweep": "meshwright.auto.questions",
 }
 __all__ = [
     "Job",
     "Plan",
     "Session",
     "__version__",
+    "best_cluster",
     "best_plan",
+    "compare_plans",
+    "largest_batch",
     "launch",
     "load_job",
     "load_plan",
     "parallelize",
     "predict",
     "prove",
+    "sweep",
 ]
 
 

@@ -32,6 +32,7 @@ from meshwright.cli.options import (
     path_option,
 )
 from meshwright.cli.plan import plan
+from meshwright.cli.questions.explain import explain
 from meshwright.cli.ready_jobs import job_title, ready_jobs
 from meshwright.cli.report import report
 from meshwright.cli.text import console, print_columns, print_lines, print_message
@@ -214,6 +215,7 @@ app.command()(export)
 app.command()(init)
 app.command()(launch)
 app.command()(doctor)
+app.command()(explain)
 app.command()(report)
 app.command()(watch)
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(horovodrun)

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.options import AsJson, check_output, path_option
+from meshwright.cli.options import AsJson, ClusterName, Settings, check_output, path_option
+from meshwright.cli.questions.doctor_job import diagnose_job_here
 from meshwright.cli.text import print_lines
 from meshwright.errors import InputError
 
@@ -35,6 +36,17 @@ def doctor(
             " device, and write a report.",
         ),
     ] = False,
+    job: Annotated[
+        str | None,
+        typer.Option(
+            "--job",
+            metavar="JOB",
+            help="Say whether this job runs here, what it needs, what limits it, and which changes would help most.",
+        ),
+    ] = None,
+    cluster: ClusterName = None,
+    html: Annotated[Path | None, path_option("--html", "FILE", "With --job: write a page with a chart.")] = None,
+    settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure the devices and links of this machine, print them, and report problems that hinder training. Started on
@@ -42,6 +54,16 @@ def doctor(
     from meshwright.launch.environment import read_environment
     from meshwright.progress import phase
 
+    if job is not None:
+        if calibrate or selftest or output:
+            raise InputError("--job is a question of its own: leave out --calibrate, --selftest and --output")
+        if html:
+            check_output(html, "--html")
+        diagnose_job_here(job, settings or [], cluster, html, as_json)
+        return
+    for name, value in (("--cluster", cluster), ("--html", html), ("--set", settings)):
+        if value:
+            raise InputError(f"{name} belongs to --job: add --job JOB, or leave out {name}")
     if output and not (calibrate or selftest):
         raise InputError(
             f"--output {output}: only --calibrate and --selftest write a file, so add one of them or leave --output out"

@@ -16,13 +16,33 @@ from meshwright.cli.options import (
     check_output,
     path_option,
 )
-from meshwright.cli.questions.options import Avoid, Fix, MaxMemory, Precision, plan_settings, read_constraints
+from meshwright.cli.questions.options import (
+    Avoid,
+    Batch,
+    Budget,
+    Clusters,
+    Deadline,
+    Epochs,
+    ExplainPlans,
+    Fix,
+    For,
+    MaxMemory,
+    Precision,
+    Price,
+    Sweep,
+    WhatIf,
+    plan_settings,
+    read_constraints,
+)
+from meshwright.cli.questions.plan_questions import PlanQuestion, ask, print_answer
 from meshwright.cli.ready_jobs import complete_job_or_model, find_job, is_model_name
 from meshwright.cli.text import console
 from meshwright.errors import InputError
 
 if TYPE_CHECKING:
     from meshwright.job import Job
+    from meshwright.planner.inputs import PlanningInputs
+    from meshwright.planner.profiles import Profiles
 
 MOST_SHOWN_PLANS = 100_000
 
@@ -61,6 +81,16 @@ def plan(
     avoid: Avoid = None,
     max_memory: MaxMemory = None,
     precision: Precision = None,
+    batch: Batch = None,
+    sweep: Sweep = None,
+    what_if: WhatIf = None,
+    goal: For = None,
+    deadline: Deadline = None,
+    budget: Budget = None,
+    epochs: Epochs = None,
+    clusters: Clusters = None,
+    price: Price = None,
+    explain: ExplainPlans = None,
     global_batch: GlobalBatch = None,
     sequence: SequenceLength = None,
     image: ImageSize = None,
@@ -91,6 +121,13 @@ def plan(
         if file:
             check_output(file, option)
     begin = perf_counter()
+    question = PlanQuestion(
+        batch, sweep, tuple(what_if or ()), goal, deadline, budget, epochs, clusters, price, explain
+    )
+    is_question = question.is_asked()
+    if is_question and (plan or output or details):
+        given = "--plan" if plan else "--output" if output else "--details"
+        raise InputError(f"{given} is for one plan: leave it out of a question; --html draws the answer")
     job_settings, fixed_settings = plan_settings(settings or [])
     loaded_job = _load(job, job_settings, global_batch, sequence, image)
     constraints = read_constraints([*fixed_settings, *(fix or [])], avoid or [], max_memory, precision)
@@ -113,6 +150,17 @@ def plan(
     inputs, profiles = planning_inputs(
         parts, machines, allow="same" if exact else None, top=top, notify=say, constraints=constraints
     )
+    if is_question:
+
+        def with_sequence(tokens: str) -> "tuple[PlanningInputs, Profiles]":
+            other = _load_with_sequence(job, job_settings, loaded_job, int(tokens), global_batch, image)
+            return planning_inputs(JobParts(other), machines, allow=inputs.allow, top=top, constraints=constraints)
+
+        with phase("answering the question"):
+            answer = ask(question, loaded_job, inputs, profiles, with_sequence)
+        title = job if is_model_name(job) else Path(job).stem
+        print_answer(answer, html, title, round(perf_counter() - begin, 3), as_json)
+        return
     result = None
     if given_plan:
         with phase("predicting the plan"):
@@ -133,6 +181,23 @@ def plan(
         print(json.dumps({**report.to_dict(), "seconds": seconds}), flush=True)
     else:
         show(report, inputs, console(), seconds, full)
+
+
+def _load_with_sequence(
+    word: str, settings: list[str], job: "Job", tokens: int, global_batch: int | None, image: int | None
+) -> "Job":
+    """Returns the job with samples of another number of tokens: of a model, or of a job whose data have `sequence`."""
+    if is_model_name(word):
+        return _load(word, settings, global_batch, tokens, image)
+    sections = {"data.train": job.data.train, "data.eval": job.data.eval}
+    names = [name for name, call in sections.items() if call is not None and "sequence" in call.model_dump()]
+    if "data.train" not in names:
+        raise InputError(
+            f"--sweep sequence={tokens}: the job's data.train has no keyword 'sequence' that could be varied: use a"
+            " model such as hf:llama, or run plan once for each job"
+        )
+    own = [f"{name}.sequence={tokens}" for name in names]
+    return _load(word, [*settings, *own, f"model.sequence={tokens}"], None, None, image)
 
 
 def _load(word: str, settings: list[str], global_batch: int | None, sequence: int | None, image: int | None) -> "Job":

@@ -2,7 +2,7 @@
 faster may be slower. Such a difference does not justify a more complicated plan.
 
     error of a difference   `ERROR` of the time in which two plans differ: terms of the step that are equal in both
-                            predictions have the same error in both                                          _error_s
+                            predictions have the same error in both                                difference_error_s
     complexity              how many choices a plan makes beyond plain replicas                             complexity
     preferred               the simplest plan that is slower than the fastest by no more than the error of the
                             difference, or than `_LEAST`; of equally simple ones the fastest, or one that is slower by
@@ -55,7 +55,7 @@ def preferred(plans: Sequence[PredictedPlan], given_up_s: float = 0.0) -> int:
 
     def is_acceptable(prediction: Prediction) -> bool:
         slower_s = prediction.step_s - fastest.step_s
-        return slower_s <= _LEAST * fastest.step_s or slower_s + given_up_s <= _error_s(prediction, fastest)
+        return slower_s <= _LEAST * fastest.step_s or slower_s + given_up_s <= difference_error_s(prediction, fastest)
 
     acceptable = [index for index, (_, prediction) in enumerate(plans) if is_acceptable(prediction)]
     least_complex = min(complexity(plans[index][0]) for index in acceptable)
@@ -86,7 +86,7 @@ def _step_s(prediction: Prediction) -> float:
     return prediction.step_s
 
 
-def _error_s(prediction: Prediction, other: Prediction) -> float:
+def difference_error_s(prediction: Prediction, other: Prediction) -> float:
     """The error, in seconds, of the difference between two predicted steps."""
     differing_s = 0.0
     for name in {*prediction.breakdown, *other.breakdown}:

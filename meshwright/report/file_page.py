@@ -10,6 +10,7 @@ from meshwright.report.benches.page import bench_page, is_bench
 from meshwright.report.page import Page
 from meshwright.report.plans.page import plan_file_page, plan_page
 from meshwright.report.proof_page import proof_page
+from meshwright.report.questions.page import question_page
 
 _ACCEPTED = (
     "name a run folder, a plan (YAML, or the JSON of `meshwright plan`), or the JSON of `meshwright prove` or"
@@ -40,6 +41,8 @@ def file_page(path: Path) -> Page:
 def _page(value: dict[str, Any], path: Path) -> Page:
     if "equal" in value and "checked" in value:
         return proof_page(value, path.stem)
+    if "question" in value:
+        return question_page(value)
     if "best" in value and "ranked" in value:
         return plan_page(value)
     if is_bench(value):

@@ -16,8 +16,6 @@ from meshwright.plan_fields.groups import MESH_ORDER, STAGES_PER_RANK
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.model_summary import ModelSummary
 
-_PREDICTED = ("fp32", "tf32", "bf16", "fp16")
-
 
 def check_inputs(inputs: PlanningInputs) -> None:
     """Raises an `InputError` if no model can be trained under the constraints with these inputs."""
@@ -36,10 +34,9 @@ def check_inputs(inputs: PlanningInputs) -> None:
             " tensors could be kept in CPU memory: leave it out"
         )
     precision = fixed.get("numerics.precision", "fp32")
-    if precision not in _PREDICTED:
+    if precision == "fp8" and not inputs.device.accelerates("fp8"):
         raise InputError(
-            f"numerics.precision is fixed to {precision}, whose steps cannot be predicted yet: choose"
-            f" {', '.join(_PREDICTED)}; or write a plan with it and prove it (docs/precision.md)"
+            f"numerics.precision is fixed to fp8, but the {inputs.device.name} has no instructions for it: choose bf16"
         )
     _check_axes(inputs)
     _check_microbatches(inputs)

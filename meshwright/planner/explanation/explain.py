@@ -94,7 +94,7 @@ def step_shares(plan: Plan, prediction: Prediction) -> str:
     terms = sorted(prediction.breakdown.items(), key=lambda term: -term[1])
     shares = rounded_shares([value for _, value in terms], 1000)
     parts = [
-        f"{share / 10:.1f}% {_term(plan, name)} ({seconds(value)})"
+        f"{share / 10:.1f}% {term_words(plan, name)} ({seconds(value)})"
         for (name, value), share in zip(terms, shares, strict=True)
         if share
     ]
@@ -112,7 +112,8 @@ def rounded_shares(values: list[float], whole: int) -> list[int]:
     return shares
 
 
-def _term(plan: Plan, name: str) -> str:
+def term_words(plan: Plan, name: str) -> str:
+    """What a term of a prediction is, in words."""
     if plan.modules.branches and name in _TERMS_WITH_BRANCHES:
         return _TERMS_WITH_BRANCHES[name]
     return _TERMS[name]
@@ -292,7 +293,7 @@ def _experts(best: PricedPlan, summary: ModelSummary, inputs: PlanningInputs) ->
 
 def _term_cost(priced: PricedPlan, name: str) -> str:
     value = priced.prediction.breakdown.get(name, 0.0)
-    return f"{_term(priced.plan, name)} takes {seconds(value)}, {_share(priced, name):.1%} of the step"
+    return f"{term_words(priced.plan, name)} takes {seconds(value)}, {_share(priced, name):.1%} of the step"
 
 
 def _communication(best: PricedPlan, inputs: PlanningInputs) -> list[str]:
@@ -356,9 +357,8 @@ def reason(priced: PricedPlan, best: PricedPlan, inputs: PlanningInputs) -> str:
         return "as fast"
     is_axis = name in axis_groups(priced.plan.axes, inputs.cluster)
     link = f" over {_link_words(_link_of(priced, name, inputs))}" if is_axis else ""
-    return (
-        f"{slower:.1%} slower: {_term(priced.plan, name)}{link} takes {seconds(terms[name])}, {seconds(extra_s)} more"
-    )
+    words = term_words(priced.plan, name)
+    return f"{slower:.1%} slower: {words}{link} takes {seconds(terms[name])}, {seconds(extra_s)} more"
 
 
 def too_large(needed_bytes: float, inputs: PlanningInputs, at_least: bool = False) -> str:

@@ -198,7 +198,6 @@ def test_words_that_contradict_each_other(words: dict[str, Any], message: str) -
         ),
         ({"fix": ["gradients.algorithm=ring", "axes.shard=4"]}, "gradients.algorithm is ring, which combines the"),
         ({"fix": ["pipeline.microbatches=4"], "avoid": ["pipeline"]}, "but there is no pipeline (axes.pipeline is 1)"),
-        ({"precision": "fp8"}, "numerics.precision is fixed to fp8, whose steps cannot be predicted yet"),
     ],
 )
 def test_contradictions_to_the_cluster_are_named_before_the_model_is_traced(words: Any, message: str) -> None:

@@ -1,0 +1,165 @@
+"""`Answer`: what every question returns, as a table with sentences for people and as JSON for scripts; and
+`PlannedPoint`, the best plan for one cluster and batch, of which answers are made."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from meshwright.errors import InputError
+from meshwright.planner.explanation.explain import gib, rate, seconds
+from meshwright.planner.inputs import PlanningInputs
+from meshwright.planner.offload import search_with_offload
+from meshwright.planner.profiles import Profiles
+from meshwright.planner.search_result import PricedPlan
+
+_HOUR_S = 3600.0
+_BILLION = 1e9
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a question. `values` are plain values; they include `rows`, of which the table shows a part."""
+
+    question: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    sentences: tuple[str, ...]
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"question": self.question, **self.values, "explanation": " ".join(self.sentences)}
+
+
+def show_answer(answer: Answer, console: Console) -> None:
+    """Prints the table and the sentences of an answer. Plans are long, so they are listed below the table."""
+    has_plans = answer.columns[-1] == "plan"
+    columns = answer.columns[:-1] if has_plans else answer.columns
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left")
+    for row in answer.rows:
+        table.add_row(*row[: len(columns)])
+    console.print(table)
+    console.print()
+    plans = [f"{row[0]}: {row[-1]}" for row in answer.rows] if has_plans else []
+    for line in (*plans, *([""] if plans else []), *answer.sentences):
+        console.print(line, markup=False, highlight=False, soft_wrap=not console.is_terminal)
+
+
+@dataclass(frozen=True)
+class PlannedPoint:
+    """The best plan for one value of what a question varies. `problem` says why there is none."""
+
+    label: str
+    inputs: PlanningInputs
+    best: PricedPlan | None
+    problem: str = ""
+    tokens_per_sample: int = 0
+
+    @property
+    def step_s(self) -> float:
+        assert self.best is not None
+        return self.best.prediction.step_s
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.inputs.global_batch / self.step_s if self.best is not None else 0.0
+
+    @property
+    def devices(self) -> int:
+        return self.inputs.cluster.device_count
+
+    @property
+    def price_per_hour(self) -> float | None:
+        return self.inputs.cluster.price_per_hour
+
+    @property
+    def epoch_s(self) -> float | None:
+        """The seconds of an epoch; None if its length is not known."""
+        samples = self.inputs.epoch_samples
+        if samples is None or self.best is None:
+            return None
+        return -(-samples // self.inputs.global_batch) * self.step_s
+
+    def cost_of(self, duration_s: float | None) -> float | None:
+        price = self.price_per_hour
+        return None if price is None or duration_s is None else price * duration_s / _HOUR_S
+
+    @property
+    def billion_tokens_s(self) -> float | None:
+        """The seconds of a billion tokens; None for a model without tokens."""
+        if not self.tokens_per_sample or self.best is None:
+            return None
+        return _BILLION / (self.samples_per_s * self.tokens_per_sample)
+
+    def values(self) -> dict[str, Any]:
+        """The point as plain values. Without a plan, `step_s` is None, and `problem` says why."""
+        common = {
+            "value": self.label,
+            "cluster": self.inputs.cluster.name,
+            "devices": self.devices,
+            "global_batch": self.inputs.global_batch,
+            "price_per_hour": self.price_per_hour,
+        }
+        if self.best is None:
+            return {**common, "step_s": None, "problem": self.problem}
+        return {
+            **common,
+            "plan": self.best.plan.model_dump(mode="json"),
+            "summary": self.best.plan.summary(),
+            "step_s": self.step_s,
+            "samples_per_s": self.samples_per_s,
+            "memory_bytes": self.best.prediction.memory_bytes,
+            "device_bytes": self.best.needed_bytes,
+            "breakdown": self.best.prediction.breakdown,
+            "epoch_s": self.epoch_s,
+            "epoch_cost": self.cost_of(self.epoch_s),
+            "billion_tokens_cost": self.cost_of(self.billion_tokens_s),
+        }
+
+    def cells(self) -> tuple[str, str, str, str]:
+        """The step, the samples per second, the memory and the plan, as a table shows them."""
+        if self.best is None:
+            return "–", "–", "–", shortened(self.problem)
+        memory = gib(self.best.needed_bytes)
+        return seconds(self.step_s), rate(self.samples_per_s), memory, self.best.plan.summary()
+
+
+def plan_point(label: str, inputs: PlanningInputs, profiles: Profiles) -> PlannedPoint:
+    """Searches for the best plan with these inputs. The profile of the model is traced once for all points."""
+    try:
+        result = search_with_offload(inputs, profiles)
+    except InputError as error:  # no plan fits, or the batch cannot be divided
+        return PlannedPoint(label, inputs, None, str(error))
+    return PlannedPoint(label, inputs, result.ranked[0], "", result.summary.sequence_length)
+
+
+def with_cluster_price(inputs: PlanningInputs, price_per_device: float | None) -> PlanningInputs:
+    """The inputs with a cluster of this price for a device and hour; unchanged if it is None."""
+    if price_per_device is None:
+        return inputs
+    price = price_per_device * inputs.cluster.device_count
+    return replace(inputs, cluster=inputs.cluster.model_copy(update={"price_per_hour": price}))
+
+
+def money(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def duration(value_s: float | None) -> str:
+    """A number of seconds in the unit that people would say."""
+    if value_s is None:
+        return "–"
+    for unit, length in (("d", 86_400.0), ("h", _HOUR_S), ("min", 60.0)):
+        if value_s >= 2 * length:
+            return f"{value_s / length:.3g} {unit}"
+    return seconds(value_s)
+
+
+def shortened(text: str, most: int = 80) -> str:
+    first = text.partition(":")[0] if len(text) > most else text
+    return first if len(first) <= most else f"{first[: most - 1]}…"

@@ -1,0 +1,197 @@
+"""`doctor --job`: will a job run on a cluster, what does it need, what limits it, and what would help most.
+
+limit     computing that arithmetic or memory limits (by the operators' FLOPs and bytes), network, launches, bubble,
+          loader                                                                                        limits_of
+changes   of the devices, the links, the batch or `allow`. Each is priced with the ranked plans as they are, or
+          with a search of its own where that takes no longer than `_SEARCH_S`                   helpful_changes
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwright.errors import InputError
+from meshwright.plan import Plan
+from meshwright.planner.constraints.apply import unconstrained
+from meshwright.planner.explanation.explain import gib, rate, seconds
+from meshwright.planner.inputs import PlanningInputs
+from meshwright.planner.offload import search_with_offload
+from meshwright.planner.profiles import Profiles
+from meshwright.planner.questions.answer import Answer
+from meshwright.planner.questions.variations import changed
+from meshwright.planner.search_result import PricedPlan, SearchResult
+from meshwright.profile.values import ModelProfile
+from meshwright.simulator.predict import predict_plan
+
+_SEARCH_S = 3.0
+_MOST_CHANGES = 3
+_LEAST_GAIN = 0.01
+_NETWORK = ("context", "tensor", "pipeline", "replicate", "shard", "expert")
+_NAMES = {
+    "arithmetic": "computing, limited by arithmetic",
+    "memory": "computing, limited by the memory's bandwidth",
+    "network": "exchanges between ranks",
+    "launches": "starting operators",
+    "bubble": "waiting in the pipeline bubble",
+    "loader": "loading samples",
+    "offload": "copies from and to CPU memory",
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the job or the cluster, and how many times as many samples per second it gives. `is_searched`: plans
+    were searched for again, otherwise those of the first search were priced, and the gain may be larger."""
+
+    words: str
+    speedup: float
+    is_searched: bool
+
+
+def limits_of(best: PricedPlan, profile: ModelProfile, inputs: PlanningInputs, loader_s: float) -> dict[str, float]:
+    """The seconds of a step by what limits them. `loader_s` are those in which ranks wait for samples."""
+    terms = best.prediction.breakdown
+    computing = terms.get("compute", 0.0) + terms.get("optimizer", 0.0)
+    share = arithmetic_share(profile, inputs, best.prediction.batch_per_rank)
+    limits = {
+        "arithmetic": share * computing,
+        "memory": (1 - share) * computing,
+        "network": sum(terms.get(name, 0.0) for name in _NETWORK),
+        "launches": terms.get("launch", 0.0),
+        "bubble": terms.get("bubble", 0.0),
+        "offload": terms.get("offload", 0.0),
+        "loader": terms.get("input", 0.0) + loader_s,
+    }
+    return dict(sorted(limits.items(), key=lambda item: -item[1]))
+
+
+def arithmetic_share(profile: ModelProfile, inputs: PlanningInputs, batch: float) -> float:
+    """The share of the operators' time, at the rates of the data sheet, in operators for which arithmetic takes longer
+    than reading and writing memory."""
+    device = inputs.device
+    rates = {"float32": "tf32" if profile.precision == "tf32" else "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    bound = total = 0.0
+    for segment in profile.segments:
+        for operator in segment.operators:
+            rate_name: Any = rates.get(operator.dtype, "fp32")
+            per_s = device.rates.get(rate_name) or device.rates.get("fp32", 1.0)
+            flops_s = operator.flops.at(batch) / per_s
+            bytes_s = operator.bytes.at(batch) / max(device.bandwidth_bytes_per_s, 1.0)
+            longest = max(flops_s, bytes_s) * segment.block_count
+            total += longest
+            bound += longest if flops_s > bytes_s else 0.0
+    return bound / total if total else 0.0
+
+
+def helpful_changes(result: SearchResult, inputs: PlanningInputs, profiles: Profiles) -> list[Change]:
+    """The changes that make training faster, those with the largest gain first."""
+    speed = inputs.global_batch / result.ranked[0].prediction.step_s
+    found = []
+    for words, other in _changes(inputs):
+        is_searched = result.seconds <= _SEARCH_S
+        try:
+            if is_searched:
+                step_s = search_with_offload(replace(other, top=1), profiles).ranked[0].prediction.step_s
+            else:
+                step_s = _fastest_s(result, other, profiles)
+        except InputError:
+            continue
+        speedup = other.global_batch / step_s / speed
+        if speedup > 1 + _LEAST_GAIN:
+            found.append(Change(words, speedup, is_searched))
+    return sorted(found, key=lambda change: -change.speedup)
+
+
+def _changes(inputs: PlanningInputs) -> Iterator[tuple[str, PlanningInputs]]:
+    cluster, batch = inputs.cluster, inputs.global_batch
+    device = inputs.device.name
+    yield f"twice the batch, {2 * batch}", replace(inputs, global_batch=2 * batch)
+    if inputs.allow != "changes" and "numerics.precision" not in inputs.constraints.fixed:
+        yield "allow: changes, so that the plan may compute in a lower precision", replace(inputs, allow="changes")
+    yield f"devices that compute twice as fast as {device}", replace(inputs, cluster=changed(cluster, "compute=2x"))
+    yield f"devices with twice the memory of {device}", replace(inputs, cluster=changed(cluster, "memory=2x"))
+    if cluster.device_count > 1:
+        yield "links within a machine twice as fast", replace(inputs, cluster=changed(cluster, "within=2x"))
+    if sum(node.number for node in cluster.nodes) > 1:
+        yield "a network between machines twice as fast", replace(inputs, cluster=changed(cluster, "link=2x"))
+    if inputs.constraints:
+        yield f"no constraints ({inputs.constraints.describe()})", unconstrained(inputs)
+
+
+def _fastest_s(result: SearchResult, other: PlanningInputs, profiles: Profiles) -> float:
+    """The shortest step of the ranked plans with other inputs. Plans that do not fit are left out."""
+    steps = []
+    for priced in result.ranked[:_MOST_CHANGES]:
+        plan = priced.plan
+        if not _is_whole(plan, other.global_batch):
+            continue
+        profile = profiles.get(plan.numerics.precision, plan.memory.recompute)
+        prediction = predict_plan(
+            other.cluster, profile, plan, other.global_batch, other.optimizer, runtime=other.runtime
+        )
+        if prediction.memory.device_bytes <= other.capacity_bytes:
+            steps.append(prediction.step_s)
+    if not steps:
+        raise InputError("none of the ranked plans fits")
+    return min(steps)
+
+
+def _is_whole(plan: Plan, batch: int) -> bool:
+    return batch % plan.shares == 0
+
+
+def diagnose_job(
+    result: SearchResult, inputs: PlanningInputs, profiles: Profiles, loader_samples_per_s: float | None = None
+) -> Answer:
+    """Answers whether the job runs on the cluster, what it needs and what limits it. `loader_samples_per_s` is the
+    measured speed of loading; None if it was not measured."""
+    best = result.ranked[0]
+    step_s, plan = best.prediction.step_s, best.plan
+    loading_s = inputs.global_batch / loader_samples_per_s if loader_samples_per_s else 0.0
+    loader_s = max(0.0, loading_s - step_s)
+    profile = profiles.get(plan.numerics.precision, plan.memory.recompute)
+    limits = limits_of(best, profile, inputs, loader_s)
+    whole_s = sum(limits.values()) or 1.0
+    changes = helpful_changes(result, inputs, profiles)[:_MOST_CHANGES]
+    if loader_s:
+        speedup = (step_s + loader_s) / step_s
+        changes = [Change("loading that keeps up: more data.workers, or smaller files", speedup, True), *changes]
+        changes = changes[:_MOST_CHANGES]
+    rows = tuple(
+        (_NAMES[name], seconds(value), f"{value / whole_s:.0%}") for name, value in limits.items() if value > 0
+    )
+    first = next(iter(limits))
+    sentences = [
+        f"It runs on '{inputs.cluster.name}': {plan.summary()} is predicted to take {seconds(step_s)} a step"
+        f" ({rate(inputs.global_batch / (step_s + loader_s))} samples per second).",
+        f"A device needs {gib(best.needed_bytes)} of {gib(inputs.device.memory_bytes)}.",
+        f"What limits it is {_NAMES[first]}: {limits[first] / whole_s:.0%} of the step.",
+    ]
+    if loader_samples_per_s:
+        sentences.append(
+            f"Loading gives {rate(loader_samples_per_s)} samples per second of this machine, and the step takes"
+            f" {rate(inputs.global_batch / step_s)}."
+        )
+    sentences += [
+        f"{number}. {change.words}: {'' if change.is_searched else 'at least '}{change.speedup:.3g} times as fast."
+        for number, change in enumerate(changes, 1)
+    ] or ["No single change that was tried makes it faster by more than 1%."]
+    values = {
+        "runs": True,
+        "cluster": inputs.cluster.name,
+        "plan": plan.model_dump(mode="json"),
+        "summary": plan.summary(),
+        "step_s": step_s,
+        "device_bytes": best.needed_bytes,
+        "bottleneck": first,
+        "rows": [{"limit": name, "seconds": value, "share": value / whole_s} for name, value in limits.items()],
+        "loader_samples_per_s": loader_samples_per_s,
+        "changes": [{"change": c.words, "speedup": c.speedup, "is_searched": c.is_searched} for c in changes],
+    }
+    return Answer("bottleneck", ("what limits the step", "time", "share"), rows, tuple(sentences), values)
+
+
+def refusal(problem: str, inputs: PlanningInputs) -> Answer:
+    """The answer for a job that no plan can train on the cluster."""
+    values = {"runs": False, "cluster": inputs.cluster.name, "problem": problem, "rows": [], "changes": []}
+    return Answer("bottleneck", ("what limits the step", "time", "share"), (), (f"It does not run: {problem}",), values)

@@ -1,0 +1,1 @@
+"""Pages of answers to questions about plans."""
