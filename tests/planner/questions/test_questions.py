@@ -189,3 +189,12 @@ def test_what_limits_a_job_and_what_would_help() -> None:
     assert 0 <= arithmetic_share(result.summary.profile, inputs, 4) < 0.5  # small products
     assert refusal("no plan fits", inputs).values["runs"] is False
     check_page(answer)
+
+
+@pytest.mark.parametrize("device", ["MI250X", "MI325X", "Gaudi3", "M1-Ultra"])
+def test_devices_of_other_makers_are_planned_and_the_report_says_so(device: str) -> None:
+    inputs = inputs_of(device, 16)
+    report = predict_given_plan(Plan.model_validate({"numerics": {"precision": "bf16"}}), inputs, layers())
+    assert report.ranked[0][1].step_s > 0
+    assert f"published rates and links of the {device}" in " ".join(report.explanation)
+    assert "Nothing of Meshwright has been run on" in " ".join(report.explanation)
