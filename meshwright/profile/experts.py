@@ -134,16 +134,16 @@ def _equal_modules(module: nn.Module) -> Mapping[str, nn.Module] | None:
 
 def route_evenly(fake: nn.Module, batch: int) -> None:
     """Makes the mixtures of a fake copy of a model traceable, in place. `batch` is the number of samples of the batch
-    that is traced. Stacked experts of the transformers library run their grouped product. In the module that holds a
-    list of experts, each expert gets as many rows as even routing gives it, in proportion to the batch."""
+    that is traced. Stacked experts of the transformers library run their grouped product. In other modules with stacked
+    experts, and in the module that holds a list of experts, each expert gets as many rows as even routing gives it, in
+    proportion to the batch."""
     for layer in find_expert_layers(fake):
         module = fake.get_submodule(layer.module)
-        if layer.kind == "list":
-            module.forward = _EvenForward(module.forward, layer.experts, batch)
+        config: Any = getattr(module, "config", None) if layer.kind == "stacked" else None
+        if getattr(config, "_experts_implementation", None) is not None:
+            config._experts_implementation = _GROUPED
         else:
-            config: Any = getattr(module, "config", None)
-            if getattr(config, "_experts_implementation", None) is not None:
-                config._experts_implementation = _GROUPED
+            module.forward = _EvenForward(module.forward, layer.experts, batch)
 
 
 class _EvenForward:

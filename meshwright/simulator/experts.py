@@ -28,6 +28,7 @@ from meshwright.plan_fields.groups import Axes
 from meshwright.profile.experts import RoutedExperts
 from meshwright.profile.values import BatchPolynomial, MemoryChange, ModelProfile, Operator, Parameter, TraceSegment
 from meshwright.simulator.communication.placement import RankGroup, group_of_axes
+from meshwright.simulator.compute.lookup import group_count
 from meshwright.simulator.tensor.messages import TensorMessage
 
 
@@ -179,14 +180,26 @@ def _layer_of(module: str, modules: dict[str, RoutedExperts]) -> RoutedExperts |
 
 
 def _products(segment: TraceSegment, layer: RoutedExperts, numbers: Iterable[int]) -> list[Operator]:
-    """The first product of each expert module of the layer in this segment: its input are the routed rows."""
-    first: dict[str, Operator] = {}
+    """The products in this segment whose inputs together are the routed rows: the first one of each expert module of
+    the layer. If stacked experts are computed one after the other, the first one of each expert."""
+    products: dict[str, list[Operator]] = {}
     for number in numbers:
         operator = segment.operators[number]
         if operator.kind == "matmul" and operator.flops.at(1):
             module = next(name for name in layer.modules if is_inside(operator.layer, name))
-            first.setdefault(module, operator)
-    return list(first.values())
+            products.setdefault(module, []).append(operator)
+    if layer.is_list:
+        return [of_module[0] for of_module in products.values()]
+    return [product for of_module in products.values() for product in _one_of_each_expert(of_module, layer.number)]
+
+
+def _one_of_each_expert(products: list[Operator], experts: int) -> list[Operator]:
+    """Of the products of stacked experts, the first one, which has the rows of all experts, or one for each expert if
+    as many have matrices of the same size. Of a gate and a product next to it, only one counts."""
+    same = [product for product in products if product.shape[2:] == products[0].shape[2:]]
+    if group_count(products[0]) or len(same) < experts:
+        return products[:1]
+    return same[:: len(same) // experts][:experts]
 
 
 def _row_bytes(segment: TraceSegment, layer: RoutedExperts, numbers: Iterable[int]) -> BatchPolynomial:

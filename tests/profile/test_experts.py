@@ -9,6 +9,7 @@ from meshwright.profile.experts import find_expert_layers
 from meshwright.profile.structure.structure import find_structure
 from meshwright.profile.tracing.real_steps import trace_or_measure_profile
 from meshwright.profile.tracing.trace import trace_profile
+from meshwright.simulator.experts import routed_bytes
 
 WIDTH, EXPERTS, CHOICES, LENGTH = 8, 4, 2, 6
 
@@ -75,6 +76,46 @@ def test_rows_of_experts_are_counted_as_even_routing_gives_them(kind: type[nn.Mo
     assert note == "traced steps at batches 2, 3 and 5, with rows routed evenly to the 4 experts of 1 layers"
     real = model(batch[0])  # the model itself routes as before
     assert real.shape == batch[0].shape
+
+
+class StackedLoop(nn.Module):
+    """Stacked weights of its own, computed one expert after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = EXPERTS
+        self.up, self.down = (nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH)) for _ in range(2))
+
+    def forward(self, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        mixed = torch.zeros_like(rows)
+        for number in range(self.num_experts):
+            positions, choice = torch.where(chosen == number)
+            if positions.numel() == 0:
+                continue
+            output = F.silu(rows[positions] @ self.up[number]) @ self.down[number]
+            mixed.index_add_(0, positions, output * weights[positions, choice, None])
+        return mixed
+
+
+class WithStackedLoop(Loop):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = StackedLoop()  # type: ignore[assignment]
+
+    def mix(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        mixed: Tensor = self.experts(rows, chosen, weights)
+        return mixed
+
+
+def test_stacked_experts_with_a_loop_of_their_own_are_traced_and_all_their_rows_exchanged() -> None:
+    model, batch = WithStackedLoop(), (torch.randn(3, LENGTH, WIDTH), torch.zeros(3))
+    profile = trace_profile(model, batch, lambda output, _: output.square().mean(), on_gpu=False)
+    rows_per_sample = LENGTH * CHOICES
+    products = [o for s in profile.segments for o in s.operators if o.layer == "experts" and o.kind == "matmul"]
+    forward = [o for o in products if not o.computes_gradient]
+    assert sum(o.flops.at(10) for o in forward) == 2 * 10 * rows_per_sample * 2 * WIDTH * WIDTH
+    ((rows, weights, count),) = routed_bytes(profile, 10)
+    assert (rows, weights, count) == (10 * rows_per_sample * WIDTH * 4, 10 * rows_per_sample * 4, 1)
 
 
 def test_a_model_with_a_list_of_experts_is_not_cut() -> None:
