@@ -194,7 +194,10 @@ def eight() -> Iterator[RankPool]:
 @pytest.mark.soak
 @pytest.mark.parametrize("case", [c for k, c in all_cases() if k == "mixture" and plan_of(k, c).world_size == 8])
 def test_experts_on_eight_ranks(eight: RankPool, case: str) -> None:
-    check(eight, "mixture", case)
+    traffic = eight.run(count_step, "mixture", case)
+    check_exchanged("mixture", case, traffic)
+    if not case.startswith("S8"):  # a rank has fewer experts than there are ranks that shard them: some hold none
+        check_held("mixture", case, traffic)
 
 
 # ---- the counter itself
