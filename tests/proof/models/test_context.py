@@ -37,8 +37,11 @@ def _world_size(case: str) -> int:
     return plan_of_model(name, plan_case).world_size
 
 
+CASES_BY_RANKS: list[str] = sorted(EACH, key=_world_size)
+
+
 @pytest.mark.soak
-@pytest.mark.parametrize("case", sorted(EACH, key=_world_size))
+@pytest.mark.parametrize("case", CASES_BY_RANKS)
 def test_a_model_with_divided_sequences_is_proved(worlds: Worlds, case: str, tmp_path: Path) -> None:
     name, plan_case = case.split(": ")
     plan = plan_of_model(name, plan_case)
