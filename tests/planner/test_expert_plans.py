@@ -23,4 +23,4 @@ def test_the_planner_proposes_divided_experts_with_reasons() -> None:
     assert best.needed_bytes <= inputs.capacity_bytes
     (sentence,) = [sentence for sentence in explain(result, inputs) if sentence.startswith("Expert ")]
     assert "of the weights" in sentence
-    assert "if all tokens go to one rank" in sentence
+    assert "If all tokens went to one rank" in sentence
