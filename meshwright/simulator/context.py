@@ -15,7 +15,8 @@ message on (`attention_exchange_s`):
 
 Bytes in memory while a rank's queries attend (`exchanged_bytes`):
 
-    all_gather   N · (b + g)        ring   2 · b + 4 · g
+    all_gather   2 · N · (b + g), because a tile has all keys and values, and gradients of its own
+    ring         2 · b + 4 · g
 """
 
 from dataclasses import dataclass, replace
@@ -161,4 +162,4 @@ def exchanged_bytes(profile: ModelProfile, plan: Plan, batch: float, share: floa
     attentions = [o for segment in profile.segments for o in segment.operators if o.kind == "attention"]
     ranks, is_ring = plan.axes.context, plan.modules.attention_exchange == "ring"
     sizes = [key_value_bytes(operator, batch, share) for operator in attentions]
-    return max((2 * b + 4 * g if is_ring else ranks * (b + g) for b, g in sizes), default=0.0)
+    return max((2 * b + 4 * g if is_ring else 2 * ranks * (b + g) for b, g in sizes), default=0.0)
