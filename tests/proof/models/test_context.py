@@ -37,19 +37,11 @@ def _world_size(case: str) -> int:
     return plan_of_model(name, plan_case).world_size
 
 
-<<<<<<< HEAD
-CASES_BY_RANKS: list[str] = sorted(EACH, key=_world_size)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("case", CASES_BY_RANKS)
-=======
 CASES_BY_SIZE: list[str] = sorted(EACH, key=_world_size)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", CASES_BY_SIZE)
->>>>>>> af14e1b (The cases of divided sequences are ordered by their number of ranks)
 def test_a_model_with_divided_sequences_is_proved(worlds: Worlds, case: str, tmp_path: Path) -> None:
     name, plan_case = case.split(": ")
     plan = plan_of_model(name, plan_case)
