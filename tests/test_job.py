@@ -21,6 +21,7 @@ SMALLEST: dict[str, Any] = {
 EVERYTHING = """
 name: everything
 model: {call: torch.nn:Linear, in_features: 2, out_features: 2, bias: {call: builtins:bool}}
+constraints: {fix: {axes.tensor: 1}, avoid: [pipeline], max_memory: 40GB}
 data:
   train: {call: tests.train.toy:points, size: 100}
   eval: {call: tests.train.toy:points, size: 10}

@@ -17,6 +17,7 @@ from meshwright.simulator.tensor.split_profile import replicate_split_parameters
 
 _GIB = 2**30
 _NOTABLE = 0.02  # communication with at least this share of the step is explained
+_NEGLIGIBLE = 5e-4  # a difference of two steps that is called none
 _COMMUNICATION = ("context", "tensor", "pipeline", "replicate", "shard", "expert")
 _TERMS = {
     "compute": "computing",
@@ -339,7 +340,9 @@ def _runner_up(best: PricedPlan, result: SearchResult, inputs: PlanningInputs) -
     if not others:
         return []
     other = min(others, key=lambda priced: priced.prediction.step_s)
-    return [f"The next best kind of plan, {other.plan.summary()}, is {reason(other, best, inputs)}."]
+    summary, words = other.plan.summary(), reason(other, best, inputs)
+    is_faster = other.prediction.step_s < best.prediction.step_s * (1 - _NEGLIGIBLE)
+    return [f"The next best kind of plan is {summary}{':' if is_faster else ','} {words}."]
 
 
 def reason(priced: PricedPlan, best: PricedPlan, inputs: PlanningInputs) -> str:
@@ -351,9 +354,9 @@ def reason(priced: PricedPlan, best: PricedPlan, inputs: PlanningInputs) -> str:
     name = max(terms, key=lambda name: terms[name] - best_terms.get(name, 0.0))
     slower = priced.prediction.step_s / best.prediction.step_s - 1
     extra_s = terms[name] - best_terms.get(name, 0.0)
-    if slower < -5e-4:
+    if slower < -_NEGLIGIBLE:
         return describe_preference(best.plan, best.prediction, (priced.plan, priced.prediction))
-    if slower < 5e-4:
+    if slower < _NEGLIGIBLE:
         return "as fast"
     is_axis = name in axis_groups(priced.plan.axes, inputs.cluster)
     link = f" over {_link_words(_link_of(priced, name, inputs))}" if is_axis else ""

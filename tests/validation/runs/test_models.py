@@ -10,6 +10,7 @@ from meshwright.workloads.text.decoder_sizes import decoder
 from validation.runs.case import PublishedCase, Sample
 from validation.runs.checks import flops_mismatches, parameter_mismatches
 from validation.runs.cover import cover
+from validation.runs.features import feature_of
 from validation.runs.models.build import make_batch, make_loss, make_model
 from validation.runs.reading.flops import DECODER, decoder_forward, step_flops
 from validation.runs.rows import PublishedRow, rows
@@ -39,8 +40,14 @@ def test_parameters_are_those_that_rows_state() -> None:
 
 
 def test_operations_are_those_that_step_time_and_rate_imply() -> None:
-    mismatches = {mismatch.id for mismatch in flops_mismatches(cases(), rows())}
-    assert mismatches == {"llm_foundry-0131", "bigscience_v100_gpt2-0031"}  # each alone among rows that agree
+    features = {case.id: feature_of(case) for case in cases()}
+    mismatches = {mismatch.id: mismatch.ratio for mismatch in flops_mismatches(cases(), rows())}
+    others = {name for name in mismatches if features[name] != "experts"}
+    assert others == {"llm_foundry-0131", "bigscience_v100_gpt2-0031"}  # each alone among rows that agree
+    # Of 117 rows with experts, 17 of GPT OSS count up to 17% fewer operations, and 3 of DeepSeek-V3 4% more.
+    ratios = [ratio for name, ratio in mismatches.items() if name not in others]
+    assert len(ratios) == 20
+    assert max(ratios) < 1.21
 
 
 def test_a_decoder_forward_pass_by_hand() -> None:
