@@ -4,12 +4,15 @@ import errno
 import gc
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 
+from meshwright.errors import InputError
 from meshwright.launch.local import fork_server
+from meshwright.report.figures import find_browser
 from tests.auto.machines import store_measurement
 from tests.forking.environment import IS_WORKER, set_variables
 from tests.forking.forked import spawn_by_forking
@@ -69,6 +72,22 @@ def used_up_quota(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     monkeypatch.setattr(os, "fsync", fail)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """One browser for all tests of a process, in which Playwright starts only once. Tests that need it are skipped
+    where there is no Chrome or Chromium."""
+    try:
+        program = find_browser()
+    except InputError as error:
+        pytest.skip(str(error))
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
 
 
 # Files that take longest. They begin first, so that no core waits for them at the end.

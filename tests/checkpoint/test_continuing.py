@@ -61,8 +61,7 @@ LOSS_SCALE = LossScaleSettings(start=2.0**8, interval=3)
 # Each layout once as the one that saves and once as the one that continues, and one continued under itself.
 COVERING: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("fp16", "replicate, accumulation", ("shard parameters", "one rank, accumulation", "replicate, accumulation")),
-    ("fp64", "tensor", ("pipeline zbv", "shard gradients", "tensor")),
-    ("bf16", "pipeline interleaved", ("shard optimizer", "replicate × tensor")),
+    ("bf16", "tensor", ("pipeline zbv", "tensor")),
 )
 
 

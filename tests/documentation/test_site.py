@@ -3,17 +3,15 @@
 import logging
 import re
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
-from playwright.sync_api import sync_playwright
 
 from documentation.site import adapt
-from meshwright.errors import InputError
-from meshwright.report.figures import find_browser
 
 REPOSITORY = Path(__file__).parents[2]
 _LOADED = re.compile(r'<(?:script|img|iframe|link)\b[^>]*?(?:src|href)="([^"]+)"')
@@ -73,31 +71,24 @@ def test_every_link_of_the_site_leads_to_a_file_and_an_anchor(site: Path) -> Non
     assert dead == []
 
 
-def test_the_site_is_read_and_searched_from_the_disk(site: Path) -> None:
+def test_the_site_is_read_and_searched_from_the_disk(site: Path, browser: Any) -> None:
     """In a browser: nothing is asked of the network, nothing goes wrong, and no page is wider than a phone."""
-    try:
-        program = find_browser()
-    except InputError as error:
-        pytest.skip(str(error))
     problems: list[str] = []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 390, "height": 800})
-        page.on("request", lambda request: problems.append(request.url) if "file:" not in request.url[:5] else None)
-        page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        for name in ("zh-CN.html", "how_it_works/all_reduce.html", "index.html"):
-            page.goto((site / name).as_uri())
-            if page.evaluate("document.documentElement.scrollWidth > window.innerWidth"):
-                problems.append(f"{name} is wider than its window")
-        page.set_viewport_size({"width": 1300, "height": 800})
-        page.focus(".md-search__input")
-        page.wait_for_function(
-            "document.querySelector('.md-search-result__meta').textContent.includes('Type to start')"
-        )
-        page.locator(".md-search__input").press_sequentially("bubble")  # the search reads what is typed, key by key
-        page.wait_for_selector(".md-search-result__item a[href*='pipelines.html']", state="attached")
-        browser.close()
+    context = browser.new_context(viewport={"width": 390, "height": 800})
+    page = context.new_page()
+    page.on("request", lambda request: problems.append(request.url) if "file:" not in request.url[:5] else None)
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    for name in ("zh-CN.html", "how_it_works/all_reduce.html", "index.html"):
+        page.goto((site / name).as_uri())
+        if page.evaluate("document.documentElement.scrollWidth > window.innerWidth"):
+            problems.append(f"{name} is wider than its window")
+    page.set_viewport_size({"width": 1300, "height": 800})
+    page.focus(".md-search__input")
+    page.wait_for_function("document.querySelector('.md-search-result__meta').textContent.includes('Type to start')")
+    page.locator(".md-search__input").press_sequentially("bubble")  # the search reads what is typed, key by key
+    page.wait_for_selector(".md-search-result__item a[href*='pipelines.html']", state="attached")
+    context.close()
     assert problems == []
 
 

@@ -85,6 +85,7 @@ def test_the_pieces_between_the_collectives_of_split_blocks_are_compiled(two: Ra
             torch.testing.assert_close(gradients[name], gradient, msg=name)
 
 
+@pytest.mark.soak
 def test_each_stage_of_a_pipeline_is_compiled_as_a_whole(two: RankPool) -> None:
     graphs = check_equal(two, "gpt", {"axes": {"pipeline": 2}, "pipeline": CUTS}, "model", "aot_eager", steps=1)
     assert graphs == [1, 2], "the last rank also compiles the loss"

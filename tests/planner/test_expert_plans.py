@@ -1,5 +1,6 @@
 """The planner divides the experts of a large mixture over data ranks, and says why."""
 
+import pytest
 import torch
 
 from meshwright.cluster.detect import find_cluster
@@ -11,6 +12,7 @@ from meshwright.profile.optimizer import optimizer_cost
 from meshwright.workloads.text.decoder import Decoder, NextTokenLoss
 
 
+@pytest.mark.soak
 def test_the_planner_proposes_divided_experts_with_reasons() -> None:
     with torch.device("meta"):
         large = Decoder(6, 4096, 32, 2048, 32000, activation="swiglu", feedforward=14336, experts={"number": 8})

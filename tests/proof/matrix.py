@@ -96,20 +96,13 @@ ATTENTION_MODELS = ("gpt", "bert")
 
 COVERING: tuple[tuple[str, str], ...] = (
     ("mnist", "S2P2 twice"),
-    ("vgg", "R2 wide"),
-    ("resnet", "R2P2 twice"),
     ("gpt", "T2 sequence loss twice"),
-    ("mnist", "T2P2 twice"),
     ("bert", "T2 loss"),
     ("gpt", "C2 ring twice"),
-    ("bert", "C2 selective"),
     ("gpt", "S2C2 ring full"),
-    ("bert", "C2T2 loss"),
     ("two_tower", "R2S2 twice"),
     ("multitask", "R2T2 twice"),
-    ("multitask", "S2T2 twice"),
     ("mixture", "R2E2 twice"),
-    ("mixture", "S2T2E2"),
     ("mixture", "S2C2E2 ring"),
 )
 # The expert axis lies within replicate and shard: alone in either, and together with every other axis.

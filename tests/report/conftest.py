@@ -1,4 +1,4 @@
-"""One browser for all tests of pages. They are skipped where there is no Chrome or Chromium."""
+"""Pages in the browser of all tests, with everything that goes wrong on them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from meshwright.errors import InputError
-from meshwright.report.figures import find_browser
 
 _DRAWN = "html[data-charts=drawn]"
 _LONGEST_WAIT_MS = 60_000
@@ -24,20 +21,6 @@ class OpenPage:
 
     def scrolls_sideways(self) -> bool:
         return bool(self.page.evaluate("document.documentElement.scrollWidth > window.innerWidth"))
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
-    try:
-        program = find_browser()
-    except InputError as error:
-        pytest.skip(str(error))
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture

@@ -61,6 +61,7 @@ def test_auto_needs_a_loader() -> None:
         Accelerator(plan="auto").prepare(WithLoss())
 
 
+@pytest.mark.soak
 def test_the_search_considers_only_plans_that_loops_of_accelerate_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the fastest plan, only the precision may be another one than that of the search."""
     checked: list[Plan] = []

@@ -74,7 +74,6 @@ def plain_state(plain_process: tuple[Process, Path]) -> PlainState:
     return wait
 
 
-@pytest.mark.soak
 def test_a_job_ends_with_the_same_weights(
     tmp_path: Path, variables: Mapping[str, str], plain_state: PlainState
 ) -> None:
@@ -84,6 +83,7 @@ def test_a_job_ends_with_the_same_weights(
     assert list((tmp_path / "ray" / ".ray").iterdir()) == [], "nothing of Ray's files is left"
 
 
+@pytest.mark.soak
 def test_a_job_whose_worker_is_killed_ends_with_the_same_weights(
     tmp_path: Path, variables: Mapping[str, str], plain_state: PlainState
 ) -> None:

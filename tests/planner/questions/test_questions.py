@@ -131,6 +131,7 @@ def test_a_larger_batch_than_the_largest_does_not_fit() -> None:
         assert (single.memory.device_bytes <= inputs.capacity_bytes) == fits
 
 
+@pytest.mark.soak
 def test_the_best_cluster_is_within_the_limits() -> None:
     clusters = read_clusters("A100-80GB=2,4xA100-80GB=8,4xH100=40")
     inputs = inputs_of("4xA100-80GB", 16)

@@ -40,11 +40,8 @@ RankTraffic = tuple[int, tuple[CountedCollective, ...], dict[str, int]]
 QUICK = (
     ("mnist", "R2 twice"),
     ("vgg", "R2 wide"),
-    ("resnet", "S2 synchronized"),
     ("gpt", "S2 gradients"),
-    ("gpt", "S2 optimizer"),
     ("gpt", "T2 sequence loss"),
-    ("gpt", "C2"),
     ("gpt", "C2 ring full"),
     ("mnist", "S2P2 twice"),
     ("mixture", "R2E2 twice"),

@@ -105,6 +105,7 @@ def run_planned_loop(rank: int, size: int, folder: Path) -> tuple[int, int]:
     return names["session"].steps, names["plan"].world_size
 
 
+@pytest.mark.soak
 def test_the_loop_with_the_best_plan_alone_and_on_two_ranks(two: RankPool, tmp_path: Path) -> None:
     assert run_planned_loop(0, 1, tmp_path / "alone") == (6, 1)
     assert two.run(run_planned_loop, tmp_path / "two") == [(6, 2), (6, 2)]
