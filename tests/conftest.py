@@ -17,7 +17,7 @@ from tests.auto.machines import store_measurement
 from tests.forking.environment import IS_WORKER, set_variables
 from tests.forking.forked import spawn_by_forking
 from tests.forking.leftovers import adopt_orphans, leaving_nothing
-from tests.ranks import RankPool, ranks
+from tests.ranks import RankPool, enable_onednn, ranks
 
 settings.register_profile("meshwright", deadline=None)  # no test fails because a core is busy
 settings.load_profile("meshwright")
@@ -72,6 +72,11 @@ def used_up_quota(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     monkeypatch.setattr(os, "fsync", fail)
+
+
+@pytest.fixture(autouse=True)
+def same_kernels() -> None:
+    enable_onednn()
 
 
 @pytest.fixture(scope="session")

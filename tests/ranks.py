@@ -244,9 +244,19 @@ def _join(rank: int, world_size: int, rendezvous: str, timeout_s: float, backend
     setattr(device_mesh, "init_device_mesh", cache(device_mesh.init_device_mesh))  # noqa: B010
 
 
+def enable_onednn() -> None:
+    """Lets torch use oneDNN again, which a test may have ended: on CPUs without instructions for bf16, torch uses no
+    kernel of oneDNN any more after the first product in bf16 of a process. Results in fp32 then have other bits than
+    those of a new process."""
+    import torch
+
+    torch._C._set_mkldnn_enabled(torch.backends.mkldnn.is_available())
+
+
 def _answer(function: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, ...]) -> bytes:
     """Returns the pickled result. It is pickled by value, because torch's own pickling for pipes would pass shared
     memory that ends with this process."""
+    enable_onednn()
     try:
         return pickle.dumps((True, function(rank, world_size, *args)))
     except BaseException:
