@@ -147,10 +147,10 @@ def flattened(fix: Mapping[str, Any]) -> dict[str, Any]:
 def read_value(name: str, value: Any) -> Any:
     """Returns the value of a field as a plan has it. Raises an `InputError` for an unknown field or a wrong value."""
     if name not in FIELDS:
-        group, _, field = name.partition(".")
+        group = name.partition(".")[0]
         near = did_you_mean(name, FIELDS)
         if group in _GROUPS:
-            near = did_you_mean(field, _GROUPS[group].model_fields)
+            near = did_you_mean(name, [f"{group}.{field}" for field in _GROUPS[group].model_fields])
         raise InputError(f"'{name}' is no field of a plan{near or ': docs/job.md lists them'}")
     field_info = FIELDS[name]
     try:

@@ -397,4 +397,4 @@ def rate(value: float) -> str:
 def seconds(value: float) -> str:
     if value < 1e-3:
         return f"{value * 1e6:.3g} µs"
-    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+    return f"{rate(value)} s" if value >= 1 else f"{value * 1e3:.3g} ms"

@@ -162,7 +162,7 @@ def test_plans_keep_many_constraints_and_none_is_better(constraints: Constraints
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"fix": ["axes.tensr=4"]}, "'axes.tensr' is no field of a plan: did you mean 'tensor'?"),
+        ({"fix": ["axes.tensr=4"]}, "'axes.tensr' is no field of a plan: did you mean 'axes.tensor'?"),
         ({"fix": ["axes.tensor"]}, "--fix axes.tensor: write a field of a plan and its value"),
         ({"fix": ["axes.tensor=0"]}, "axes.tensor is 0: input should be greater than 0"),
         ({"fix": ["axes.tensor=2", "axes.tensor=4"]}, "axes.tensor is fixed to 2 and to 4: leave out one"),
