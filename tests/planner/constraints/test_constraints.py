@@ -18,7 +18,13 @@ from meshwright.plan import Plan
 from meshwright.plan_fields.constraints import FIELDS, Constraints, constraints_from_words, make_constraints
 from meshwright.planner.candidates import candidate_series, plan_of, possible_axis_sizes
 from meshwright.planner.compute_variants import best_variant, plan_that_fits, traits_of, with_exchanges
-from meshwright.planner.constraints.apply import applied, check_constraints, constrained, unconstrained
+from meshwright.planner.constraints.apply import (
+    applied,
+    check_constraints,
+    constrained,
+    keeps_constraints,
+    unconstrained,
+)
 from meshwright.planner.constraints.missing_cuts import with_cuts
 from meshwright.planner.explanation.constraint_cost import cost_sentences, cost_values
 from meshwright.planner.explanation.report import predict_given_plan
@@ -122,6 +128,12 @@ def some_constraints(draw: st.DrawFn) -> Constraints:
         return make_constraints(fix, (), memory)
 
 
+@cache
+def free_plans(cluster: str, batch: int) -> list[tuple[Plan, Prediction]]:
+    """Every plan of the space without constraints."""
+    return every_plan(inputs_of(cluster, batch), tiny_decoder())
+
+
 def check_search(constraints: Constraints, cluster: str, batch: int) -> None:
     """Checks the search under constraints against every plan of the space."""
     inputs, profiles = constrained(inputs_of(cluster, batch), constraints), tiny_decoder()
@@ -131,6 +143,7 @@ def check_search(constraints: Constraints, cluster: str, batch: int) -> None:
         assert every_plan(inputs, profiles) == []
         return
     except InputError:  # a contradiction
+        assert not any(keeps_constraints(plan, constraints) for plan, _ in free_plans(cluster, batch))
         return
     for priced in result.ranked:
         check_constraints(priced.plan, constraints)
