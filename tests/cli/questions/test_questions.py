@@ -15,7 +15,7 @@ CLUSTER = ("--cluster", "2xA100-80GB")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--fix", "axes.tensr=2"], "'axes.tensr' is no field of a plan: did you mean 'tensor'?"),
+        (["--fix", "axes.tensr=2"], "'axes.tensr' is no field of a plan: did you mean 'axes.tensor'?"),
         (["--fix", "axes.shard=2", "--avoid", "shard"], "axes.shard is fixed to 2, but 'shard' is avoided"),
         (["--set", "plan.axes.pipeline=3"], "pipeline(3), make 3 ranks, which do not divide the 2 devices"),
         (["--set", "plan=other.yaml"], "this command searches for a plan"),
