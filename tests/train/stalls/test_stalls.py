@@ -131,7 +131,9 @@ def test_out_of_memory_says_where_and_what_was_in_use(tmp_path: Path, fault: str
     process, _ = start(tmp_path, job(fault), 2)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 1
-    (line, _, predicted, smaller) = err[err.index("meshwright: ") :].splitlines()[:4]
+    lines = err[err.index("meshwright: ") :].splitlines()
+    assert len(lines) >= 4, err
+    line, _, predicted, smaller = lines[:4]
     wanted = r": it wanted 1\.0 EiB more" if fault == "memory" else ""
     assert re.fullmatch(
         rf"meshwright: rank 1 failed at step 2 \(forward\): out of memory in {IN_BLOCK}{wanted}; in use were .*:"
