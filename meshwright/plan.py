@@ -22,7 +22,9 @@ from meshwright.plan_fields.groups import (
     Modules,
     NumericsGroup,
     Pipeline,
+    Shares,
 )
+from meshwright.plan_fields.shares import describe_shares
 
 
 class Plan(PlanGroup):
@@ -38,6 +40,7 @@ class Plan(PlanGroup):
     numerics: NumericsGroup = NumericsGroup()
     gradients: Gradients = Gradients()
     compute: Compute = Compute()
+    shares: Shares = Shares()
 
     @model_validator(mode="after")
     def _axes_have_a_possible_number_of_ranks(self) -> Self:
@@ -96,6 +99,17 @@ class Plan(PlanGroup):
         return self
 
     @model_validator(mode="after")
+    def _every_data_rank_has_a_share(self) -> Self:
+        given, axes = len(self.shares.samples), self.axes
+        if given and given != self.data_ranks:
+            raise ValueError(
+                f"shares.samples has {given} {'number' if given == 1 else 'numbers'}, but replicate({axes.replicate}) ×"
+                f" shard({axes.shard}) = {self.data_ranks} {'rank trains' if self.data_ranks == 1 else 'ranks train'}"
+                " on different samples: give one number for each of them, or leave shares out for even shares"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _stages_fit_the_axis(self) -> Self:
         stages, ranks, schedule = len(self.pipeline.cuts) + 1, self.axes.pipeline, self.pipeline.schedule
         if stages == 1:
@@ -120,7 +134,7 @@ class Plan(PlanGroup):
         return max(1, (len(self.pipeline.cuts) + 1) // self.axes.pipeline)
 
     @property
-    def shares(self) -> int:
+    def batch_parts(self) -> int:
         """Number of microbatches into which all ranks together divide a global batch."""
         return self.data_ranks * self.microbatches
 
@@ -193,6 +207,8 @@ class Plan(PlanGroup):
             (gradients.bucket_bytes != BUCKET_BYTES, f"buckets of {gradients.bucket_bytes / MIB:.3g} MiB"),
             (gradients.powersgd_rank > 0, f"PowerSGD {gradients.powersgd_rank}"),
             (gradients.local_steps > 1, f"{gradients.local_steps} local steps"),
+            (bool(self.shares.samples), f"shares {describe_shares(self.shares.samples)}"),
+            (self.shares.adaptive, "adaptive shares"),
             (gradients.servers > 0, f"{gradients.servers} {gradients.updates}{bound} servers"),
             (compute.layout != "contiguous", compute.layout),
             (compute.convolutions != "default", "NNPACK convolutions"),

@@ -71,6 +71,12 @@ def test_the_product_of_the_axes_is_the_number_of_ranks(plan: Plan) -> None:
         ),
         ({"compute": {"layout": "channels_last"}}, "one rank · fp32 · channels_last"),
         ({"compute": {"convolutions": "nnpack"}}, "one rank · fp32 · NNPACK convolutions"),
+        ({"axes": {"replicate": 2}, "shares": [86, 42]}, "replicate 2 · fp32 · shares 86, 42"),
+        ({"axes": {"replicate": 2}, "shares": "adaptive"}, "replicate 2 · fp32 · adaptive shares"),
+        (
+            {"axes": {"replicate": 16}, "shares": {"samples": [48] * 8 + [16] * 8, "adaptive": True}},
+            "replicate 16 · fp32 · shares 48 × 8, 16 × 8 · adaptive shares",
+        ),
     ],
 )
 def test_a_plan_prints_as_one_line(groups: dict[str, Any], line: str) -> None:
@@ -109,6 +115,14 @@ def test_a_plan_stays_within_the_largest_effect_of_its_fields(groups: dict[str, 
     assert [allow for allow in NUMERICS if plan.stays_within(allow)] == list(NUMERICS[NUMERICS.index(effect) :])
 
 
+def test_the_short_forms_of_shares_are_read_as_their_fields() -> None:
+    axes = {"axes": {"replicate": 2, "shard": 2}}
+    fixed = Plan.model_validate({**axes, "shares": [4, 3, 2, 1]})
+    assert fixed.shares.model_dump() == {"samples": (4, 3, 2, 1), "adaptive": False}
+    assert Plan.model_validate({**axes, "shares": {"samples": [4, 3, 2, 1]}}) == fixed
+    assert Plan.model_validate({**axes, "shares": "adaptive"}).shares.model_dump() == {"samples": (), "adaptive": True}
+
+
 def test_a_plan_cannot_be_changed() -> None:
     with pytest.raises(ValidationError):
         Plan().axes.replicate = 2
@@ -133,6 +147,12 @@ def test_a_plan_cannot_be_changed() -> None:
             {"axes": {"replicate": 2, "shard": 3, "expert": 4}},
             "axes.expert is 4, which does not divide replicate(2) × shard(3) = 6 ranks",
         ),
+        (
+            {"axes": {"replicate": 2, "shard": 2}, "shares": [2, 1]},
+            "shares.samples has 2 numbers, but replicate(2) × shard(2) = 4 ranks train on different samples",
+        ),
+        ({"axes": {"replicate": 2}, "shares": "adaptiv"}, "'adaptiv' is no division of a batch: write adaptive"),
+        ({"axes": {"replicate": 2}, "shares": [2, 0]}, "plan.shares.samples.1 is 0: input should be greater than 0"),
         (7, "plan is 7: write 'auto', a file, or the plan's groups"),
     ],
 )

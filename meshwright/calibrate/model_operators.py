@@ -97,7 +97,7 @@ def measure_model_operators(
     if not is_this_machine(cluster):
         return cluster
     (node,) = cluster.nodes
-    batch = max(1, round(global_batch / plan.shares))
+    batch = max(1, round(global_batch / plan.batch_parts))
     executed = executed_profile(with_standalone_splits(profile, plan))
     # The profile contains the branches of all ranks, because the operators of every branch are measured.
     rank_profile = split_profile(without_branch_splits(executed, plan), plan_outside_branches(executed, plan))

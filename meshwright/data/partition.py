@@ -10,6 +10,7 @@ sample    `PartPartition`: the data set is divided into fixed parts, each with i
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy as np
 from meshwright.data.order import batches_per_epoch, permutation
 from meshwright.data.sampling import WeightedSampling
 from meshwright.errors import InputError
+from meshwright.plan_fields.shares import share_sizes
 
 
 def even_share(count: int, rank: int, ranks: int) -> range:
@@ -31,6 +33,13 @@ def even_shares(positions: range, ranks: int) -> list[range]:
     """Divides positions evenly. Returns those of every rank, in the order of ranks."""
     shares = (even_share(len(positions), rank, ranks) for rank in range(ranks))
     return [positions[share.start : share.stop] for share in shares]
+
+
+def proportional_shares(positions: range, samples: Sequence[int]) -> list[range]:
+    """Divides positions in the proportions of `samples`. Returns those of every rank, in the order of ranks. In a
+    short batch, a rank may get none."""
+    ends = np.cumsum([0, *share_sizes(len(positions), samples)]).tolist()
+    return [positions[start:stop] for start, stop in pairwise(ends)]
 
 
 def microbatches(positions: range, accumulation: int) -> list[range]:

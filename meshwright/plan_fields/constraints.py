@@ -18,7 +18,7 @@ from yaml import YAMLError
 from meshwright.errors import InputError, did_you_mean
 from meshwright.files.yaml_file import parse
 from meshwright.plan_fields.effects import NUMERICS, Numerics, effect
-from meshwright.plan_fields.groups import Axes, Compute, Gradients, Memory, Modules, NumericsGroup, Pipeline
+from meshwright.plan_fields.groups import Axes, Compute, Gradients, Memory, Modules, NumericsGroup, Pipeline, Shares
 from meshwright.plan_fields.quantities import read_bytes
 
 _GROUPS: dict[str, type[BaseModel]] = {
@@ -29,6 +29,7 @@ _GROUPS: dict[str, type[BaseModel]] = {
     "numerics": NumericsGroup,
     "gradients": Gradients,
     "compute": Compute,
+    "shares": Shares,
 }
 FIELDS: dict[str, FieldInfo] = {
     f"{group}.{name}": field for group, kind in _GROUPS.items() for name, field in kind.model_fields.items()
@@ -38,6 +39,7 @@ _NO_FEATURES = (
     *("pipeline.schedule", "pipeline.microbatches", "pipeline.cuts", "memory.sharding", "numerics.precision"),
     *("gradients.bucket_bytes", "gradients.precision", "gradients.updates", "gradients.staleness"),
     *("gradients.local_after", "compute.compile_mode", "compute.threads", "modules.attention_exchange"),
+    "shares.samples",
 )
 FEATURES: dict[str, str] = {
     name.partition(".")[2]: name for name in FIELDS if name not in _NO_FEATURES and name != "modules.loss"
@@ -137,7 +139,11 @@ def flattened(fix: Mapping[str, Any]) -> dict[str, Any]:
     """The values by dotted names, from dotted names or from groups of fields."""
     flat: dict[str, Any] = {}
     for name, value in fix.items():
-        if name in _GROUPS and isinstance(value, Mapping):
+        if name == "shares" and value == "adaptive":
+            flat["shares.adaptive"] = True
+        elif name == "shares" and isinstance(value, list | tuple):
+            flat["shares.samples"] = value
+        elif name in _GROUPS and isinstance(value, Mapping):
             flat.update({f"{name}.{field}": inner for field, inner in value.items()})
         else:
             flat[str(name).removeprefix("plan.")] = value

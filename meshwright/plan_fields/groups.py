@@ -12,6 +12,7 @@ from meshwright.limits import (
     Microbatches,
     ProcessesOrZero,
     RankNumber,
+    Samples,
     Steps,
     StepsOrZero,
     Threads,
@@ -208,4 +209,29 @@ class Compute(PlanGroup):
         """In plans that were saved before `compile_mode` existed, `compile` is the mode for the model's blocks."""
         if isinstance(values, dict) and values.get("compile") in ("default", "max-autotune"):
             return {**values, "compile": "blocks", "compile_mode": values["compile"]}
+        return values
+
+
+class Shares(PlanGroup):
+    """How the samples of a global batch are divided among data ranks that are not equally fast.
+
+    `samples`: how many samples of a global batch each data rank gets. The number of a data rank is its coordinate on
+    the replicate axis × the size of the shard axis + its coordinate on the shard axis. A global batch of another size
+    than their sum, such as a short last batch, is divided in the same proportions, into whole samples. Without
+    `samples`, shares are even. `adaptive`: shares follow the speeds of the ranks while the run goes on; `samples` are
+    those of the first steps. Short forms of the group: `shares: [86, 42]` and `shares: adaptive`.
+    """
+
+    samples: tuple[Samples, ...] = choice((), "same")
+    adaptive: bool = choice(False, "same")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_short_forms(cls, values: Any) -> Any:
+        if values == "adaptive":
+            return {"adaptive": True}
+        if isinstance(values, list | tuple):
+            return {"samples": values}
+        if isinstance(values, str):
+            raise ValueError(f"'{values}' is no division of a batch: write adaptive, or samples by data rank: [86, 42]")
         return values

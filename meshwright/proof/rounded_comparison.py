@@ -77,7 +77,7 @@ class _RoundedComparison(ReferenceComparison[RoundedReference]):
         setup.model.train()
         plan = request.plan
         grouping = choose_grouping(setup.model, plan, request.dropout, setup.compares_samples)
-        if grouping == "whole" and plan.shares > 1 and not setup.compares_samples:
+        if grouping == "whole" and plan.batch_parts > 1 and not setup.compares_samples:
             grouping = "local"  # so that the reference rounds the same microbatches as the ranks do
         reference = RoundedReference(setup, request, grouping, device)
         batch_statistics = any(uses_batch_statistics(module) for module in setup.model.modules())

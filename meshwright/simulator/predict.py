@@ -51,7 +51,7 @@ def predict_plan(
     check_size(plan, cluster, global_batch)
     check_expert_ranks(profile, plan)
     memory = plan_memory(cluster, profile, plan, global_batch, optimizer, runtime)
-    step = predict_step(cluster, profile, plan, global_batch / plan.shares, optimizer, runtime)
+    step = predict_step(cluster, profile, plan, global_batch / plan.batch_parts, optimizer, runtime)
     even, worst = (0.0, 0.0)
     if plan.axes.expert > 1:
         samples = _microbatch_samples(plan, global_batch) / plan.axes.context
@@ -88,7 +88,7 @@ def plan_memory(
 
 def _microbatch_samples(plan: Plan, global_batch: int) -> int:
     """The number of samples in the largest microbatch of a rank."""
-    return -(-global_batch // plan.shares)
+    return -(-global_batch // plan.batch_parts)
 
 
 def device_memory(cluster: Cluster, checkpoint_copies: bool = False) -> DeviceMemory:
@@ -107,8 +107,8 @@ def check_size(plan: Plan, cluster: Cluster, global_batch: int) -> None:
             f"the plan ({plan.summary()}) is for {plan.world_size} ranks, but the cluster '{cluster.name}' has"
             f" {cluster.device_count} devices"
         )
-    if global_batch < plan.shares:
+    if global_batch < plan.batch_parts:
         raise InputError(
-            f"global_batch is {global_batch}, smaller than the {plan.shares} parts that the plan ({plan.summary()})"
-            " makes of it: raise it, or use fewer ranks or microbatches"
+            f"global_batch is {global_batch}, smaller than the {plan.batch_parts} parts that the plan"
+            f" ({plan.summary()}) makes of it: raise it, or use fewer ranks or microbatches"
         )

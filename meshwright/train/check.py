@@ -85,7 +85,7 @@ def check_loss(job: Job, plan: Plan, parts: JobParts) -> None:
     """Raises an `InputError` if the loss compares the samples of a batch with each other and the plan divides the
     batch in a way that prevents it. The loss of a model that computes it itself is tried with real weights, if the
     model is small."""
-    if plan.shares == 1:
+    if plan.batch_parts == 1:
         return
     if job.loss:
         function = bind(job.loss, "loss")
@@ -146,10 +146,10 @@ def check_rank_count(plan: Plan, cluster: Cluster) -> None:
 
 
 def check_batch(job: Job, plan: Plan) -> None:
-    if job.train.global_batch < plan.shares:
+    if job.train.global_batch < plan.batch_parts:
         raise InputError(
             f"train.global_batch is {job.train.global_batch}, smaller than {plan.data_ranks} data-parallel ranks ×"
-            f" {plan.microbatches} microbatches = {plan.shares}: raise it, or reduce axes.replicate, axes.shard,"
+            f" {plan.microbatches} microbatches = {plan.batch_parts}: raise it, or reduce axes.replicate, axes.shard,"
             " memory.accumulation or pipeline.microbatches"
         )
 

@@ -163,7 +163,7 @@ class Session(OwnLoop):
                 " epochs counts from the session's first step: call it once with the number of all epochs, or in epoch"
                 f" e of a loop of your own with epochs=e + 1 (now epochs={self.position[0] + 1})"
             )
-        if global_batch < self.plan.shares:
+        if global_batch < self.plan.batch_parts:
             raise InputError(
                 f"train.global_batch is {global_batch}, fewer than the {self.plan.data_ranks} ranks × "
                 f"{self.plan.microbatches} microbatches of the plan: raise it or use fewer ranks"

@@ -13,6 +13,7 @@ from meshwright.data.partition import (
     even_shares,
     microbatches,
     padded_microbatches,
+    proportional_shares,
 )
 from meshwright.errors import InputError
 
@@ -27,6 +28,22 @@ def test_shares_are_contiguous_and_even(count: int, ranks: int) -> None:
     sizes = [len(share) for share in shares]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] - sizes[-1] <= 1
+
+
+@given(counts, st.lists(st.integers(1, 50), min_size=1, max_size=9))
+def test_proportional_shares_are_contiguous_and_their_exact_sizes_up_to_rounding(
+    count: int, samples: list[int]
+) -> None:
+    shares = proportional_shares(range(5, 5 + count), samples)
+    assert [position for share in shares for position in share] == list(range(5, 5 + count))
+    assert all(abs(len(share) - count * part / sum(samples)) < 1 for share, part in zip(shares, samples, strict=True))
+    whole = proportional_shares(range(3 * sum(samples)), samples)
+    assert [len(share) for share in whole] == [3 * part for part in samples]
+
+
+@given(counts, some, some)
+def test_equal_proportions_are_even_shares(count: int, ranks: int, samples: int) -> None:
+    assert proportional_shares(range(count), [samples] * ranks) == even_shares(range(count), ranks)
 
 
 @given(counts, counts, some)

@@ -123,7 +123,7 @@ def step_of(case: PublishedCase, model_profile: ModelProfile, engine: Engine) ->
     """The predicted step time of the case as this engine runs it."""
     plan = _runnable(case.plan)
     cluster = cluster_of(case.cluster, publisher(case.source))
-    batch = case.global_batch / plan.shares
+    batch = case.global_batch / plan.batch_parts
     return predict_step(cluster, model_profile, plan, batch, _optimizer_cost(case), runtime=engine)
 
 

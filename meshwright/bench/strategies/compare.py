@@ -325,7 +325,7 @@ def _note(plan: Plan, loop: Loop, model: nn.Module) -> str | None:
     """Says why the loss of a strategy may differ from that of one device by design; None if it may not."""
     if plan.gradients.updates != "synchronous":
         return "asynchronous updates change the loss by design"
-    is_alone = plan.shares == 1 and loop == "session"
+    is_alone = plan.batch_parts == 1 and loop == "session"
     if not is_alone and any(isinstance(module, AnyBatchNorm) for module in model.modules()):
         return "BatchNorm normalizes over fewer samples where the batch is divided"
     if not is_alone and any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):

@@ -48,7 +48,7 @@ class PlannedTraining:
         many for all, which other programs do not support."""
         if self.job is None:
             return None
-        batch, shares = self.job.train.global_batch, self.plan.shares
+        batch, shares = self.job.train.global_batch, self.plan.batch_parts
         if batch % shares:
             below = batch - batch % shares
             raise InputError(

@@ -34,6 +34,7 @@ _INSTEAD = {
     "compute.fused_optimizer": "construct the optimizer with fused=True in the script",
     "compute.threads": "call torch.set_num_threads in the script",
     "compute": "train with meshwright",
+    "shares": "these programs give every rank equally many samples: train with meshwright",
 }
 
 

@@ -137,7 +137,7 @@ def _fastest_s(result: SearchResult, other: PlanningInputs, profiles: Profiles) 
 
 
 def _is_whole(plan: Plan, batch: int) -> bool:
-    return batch % plan.shares == 0
+    return batch % plan.batch_parts == 0
 
 
 def diagnose_job(

@@ -75,16 +75,16 @@ def _plans(result: SearchResult) -> Iterable[Plan]:
 def _largest(plan: Plan, inputs: PlanningInputs, profiles: Profiles) -> LargestBatch | None:
     profile = profiles.get(plan.numerics.precision, plan.memory.recompute)
     arguments = inputs.cluster, profile, plan
-    most = min(_MOST_SAMPLES, LARGEST_COUNT // plan.shares)
+    most = min(_MOST_SAMPLES, LARGEST_COUNT // plan.batch_parts)
 
     def fits(samples: int) -> bool:
-        memory = plan_memory(*arguments, plan.shares * samples, inputs.optimizer, inputs.runtime)
+        memory = plan_memory(*arguments, plan.batch_parts * samples, inputs.optimizer, inputs.runtime)
         return memory.device_bytes <= inputs.capacity_bytes
 
     samples = largest_samples(fits, most)
     if not samples:
         return None
-    batch = plan.shares * samples
+    batch = plan.batch_parts * samples
     try:
         prediction = predict_plan(*arguments, batch, inputs.optimizer, runtime=inputs.runtime)
     except InputError:

@@ -9,7 +9,7 @@ def batch_buffer(evidence: Evidence) -> Verdict | None:
     """Returns a verdict if a buffer differs that does not belong to BatchNorm, and one device gets its value when only
     the samples of data rank 0 change buffers."""
     first = evidence.difference
-    if first.what != "buffer" or not first.step or evidence.plan.shares == 1:
+    if first.what != "buffer" or not first.step or evidence.plan.batch_parts == 1:
         return None
     if layer_name(first.parameter or "") in evidence.experiments.batch_statistics_layers:
         return None

@@ -32,10 +32,10 @@ def _other_groups(evidence: Evidence) -> Verdict | None:
     experiments, plan = evidence.experiments, evidence.reference_plan or evidence.plan
     is_proof = plan is evidence.plan  # otherwise two runs are compared
     expected = _GROUPING_TEXT[experiments.grouping if is_proof else plan.numerics.batch_norm]
-    if plan.shares == 1:
+    if plan.batch_parts == 1:
         expected = _GROUPING_TEXT["whole"]
     results: dict[str, ExperimentResult] = {}
-    if evidence.plan.shares > 1:
+    if evidence.plan.batch_parts > 1:
         # When two runs are compared, the reference run grouped samples by its own plan, so every grouping under this
         # plan is a different one.
         groupings = [grouping for grouping in _GROUPING_TEXT if grouping != experiments.grouping or not is_proof]

@@ -159,7 +159,7 @@ class Experiments:
             reference = self._reference(request, "local")
             if self.grouping == "synchronized" or (self.grouping == "whole" and self.batch_statistics_layers):
                 return []
-            if reference.loss_kind == "sum" or request.plan.shares == 1:
+            if reference.loss_kind == "sum" or request.plan.batch_parts == 1:
                 return []
             batch = self._batch_of_step(global_batches(reference.setup, request.plan, "local"))
             contributions = [RankContribution() for _ in range(request.plan.data_ranks)]

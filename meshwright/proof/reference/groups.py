@@ -59,7 +59,7 @@ def choose_grouping(model: nn.Module, plan: Plan, dropout: bool, compares_sample
     """Returns how the reference must group samples. It is `whole` in each of three cases: the plan makes a single
     group, nothing in the model depends on the grouping, or the loss compares all samples with each other
     (`compares_samples`)."""
-    if plan.shares == 1:
+    if plan.batch_parts == 1:
         return "whole"
     if compares_samples:
         if dropout or any(uses_batch_statistics(module) for module in model.modules()):

@@ -44,7 +44,7 @@ class LossFinder:
         self._target_key = target_key
         self._model: FakeModel | None = None
         if function is None:
-            is_tried = sample is not None and plan.shares > 1
+            is_tried = sample is not None and plan.batch_parts > 1
             self.loss = find_model_loss(model, sample) if is_tried else loss_from_model(model)
         else:
             self.loss = classify_loss(function)
@@ -84,7 +84,7 @@ class LossFinder:
     def over_ranks(self, gather: GatherSamples | None) -> Loss:
         """Returns the loss as a rank computes it: one that compares samples gets those of all ranks, and where nothing
         divides a batch, it may have ignored targets."""
-        if isinstance(self.loss.function, WithoutIgnoredTargets) and self._plan.shares == 1:
+        if isinstance(self.loss.function, WithoutIgnoredTargets) and self._plan.batch_parts == 1:
             return replace(self.loss, function=self.loss.function.function)
         if isinstance(self.loss.function, ModelLoss) and self.loss.function.routers is not None:
             self.loss.function.routers.connect(self._plan, gather.group if gather else None)

@@ -158,14 +158,14 @@ def over_all_ranks(function: Any, across: Callable[[Tensor], tuple[Tensor, int]]
 def check_sample_comparison(loss: Loss, plan: Plan) -> None:
     """Raises an `InputError` if the loss compares all samples of a global batch, but never gets all of them together
     under this plan."""
-    if not loss.is_divisible and plan.shares > 1:
+    if not loss.is_divisible and plan.batch_parts > 1:
         raise InputError(
             "the loss that the model computes is neither a mean nor a sum over samples or targets: it compares samples"
             " with each other, or adds means over different numbers of targets. So it cannot be divided among the"
             f" {plan.data_ranks} data ranks × {plan.microbatches} microbatches of the plan ({plan.summary()}): compute"
             " it in a loss function from the model's output, or use a plan without data parallelism and microbatches"
         )
-    if loss.routers is not None and plan.shares > 1:
+    if loss.routers is not None and plan.batch_parts > 1:
         check_microbatches(plan)
     if loss.kind not in ("compares_samples", "terms"):
         return

@@ -76,7 +76,7 @@ class RouterLosses:
         self, file: ModuleType, original: Callable[..., Any], has_samples: bool, *args: Any, **kwargs: Any
     ) -> Any:
         self.is_used = True
-        shares = self._plan.shares if self._plan is not None else 1
+        shares = self._plan.batch_parts if self._plan is not None else 1
         if file not in self._known:
             self._known[file] = _is_known(original)
         is_known = self._known[file]

@@ -39,7 +39,7 @@ class StepMeasurer:
 
     def __init__(self, job: Job, plan: Plan, cluster: Cluster) -> None:
         threads = plan.compute.threads or max(1, cluster.cores // plan.world_size)
-        samples = max(1, job.train.global_batch // plan.shares)
+        samples = max(1, job.train.global_batch // plan.batch_parts)
         context = multiprocessing.get_context("spawn")
         self._connection, self._its_connection = context.Pipe()
         arguments = (self._its_connection, job, cluster.kind, samples, threads)

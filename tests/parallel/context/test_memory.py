@@ -116,7 +116,7 @@ def test_a_rank_needs_the_predicted_memory(four: RankPool, name: str) -> None:
         model, tokens = narrow_gpt(), torch.empty(1, LENGTH, dtype=torch.int64)
     profile = trace_profile(model, (tokens, tokens), NextTokenLoss(), with_structure=True, on_gpu=False)
     adamw = measure_optimizer_cost(torch.optim.AdamW, multi_tensor=False)
-    memory = plan_memory(cpu_cluster(), profile, plan, plan.shares, adamw, OUR_RUNTIME)
+    memory = plan_memory(cpu_cluster(), profile, plan, plan.batch_parts, adamw, OUR_RUNTIME)
     held = sum(memory.breakdown[part] for part in ("weights", "optimizer state"))
     measured = max(four.run(measured_step_bytes, PLANS[name]))
     assert measured == pytest.approx(memory.allocated_bytes - held, rel=0.1)

@@ -126,7 +126,7 @@ def test_a_larger_batch_than_the_largest_does_not_fit() -> None:
     speeds = [batch.samples_per_s for batch in batches]
     assert speeds == sorted(speeds, reverse=True)
     best = batches[0]
-    for batch, fits in ((best.global_batch, True), (best.global_batch + best.plan.shares, False)):
+    for batch, fits in ((best.global_batch, True), (best.global_batch + best.plan.batch_parts, False)):
         single = predict_given_plan(best.plan, replace(inputs, global_batch=batch), tiny_decoder()).ranked[0][1]
         assert (single.memory.device_bytes <= inputs.capacity_bytes) == fits
 

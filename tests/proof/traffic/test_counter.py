@@ -99,7 +99,7 @@ def trace(kind: str, recompute: Recompute) -> ModelProfile:
 def predict_bytes(kind: str, plan: Plan, stage: int) -> dict[Key, float]:
     sums: dict[Key, float] = {}
     profile = trace(kind, plan.memory.recompute)
-    for exchange in exchanges(profile, plan, BATCH / plan.shares, pipeline_rank=stage):
+    for exchange in exchanges(profile, plan, BATCH / plan.batch_parts, pipeline_rank=stage):
         key = (exchange.axis, exchange.collective)
         sums[key] = sums.get(key, 0.0) + exchange.bytes * exchange.count
     return sums
@@ -150,7 +150,7 @@ def check_held(kind: str, case: str, ranks: list[RankTraffic]) -> None:
     adam = measure_optimizer_cost(lambda parameters: torch.optim.AdamW(parameters), multi_tensor=False)
     # With temporaries this large the peak is in the optimizer step, where gradients are still held.
     at_step = replace(adam, temporary_ratio=1e6)
-    batch = BATCH // plan.shares / plan.axes.context
+    batch = BATCH // plan.batch_parts / plan.axes.context
     prediction = predict_memory(trace(kind, plan.memory.recompute), without_context(plan), batch, at_step, CPU_MEMORY)
     assert prediction.peak_at == "optimizer step"
     predicted = {"gradients": prediction.breakdown.get("gradient buckets", 0), **prediction.breakdown}

@@ -72,7 +72,7 @@ def predict(plan: dict[str, Any], load: float) -> int:
         model, tokens = decoder(), torch.zeros(2, LENGTH, dtype=torch.long)
     profile = trace_profile(model, (tokens, tokens), NextTokenLoss(), recompute=parsed.memory.recompute, on_gpu=False)
     adam = measure_optimizer_cost(lambda parameters: torch.optim.AdamW(parameters), multi_tensor=False)
-    prediction = predict_memory(at_load(profile, load), parsed, BATCH / parsed.shares, adam, CPU_MEMORY)
+    prediction = predict_memory(at_load(profile, load), parsed, BATCH / parsed.batch_parts, adam, CPU_MEMORY)
     return prediction.allocated_bytes - prediction.copy_bytes
 
 

@@ -214,13 +214,13 @@ def check_prediction(pool: RankPool, kind: str, plan: Plan) -> None:
     sample = default_collate([data[0], data[1]])
     whole = trace_profile(model, sample, ZOO[kind].loss, with_structure=True, on_gpu=False)
     predicted: dict[Any, float] = {}
-    for exchange in exchanges(whole, plan, BATCH / plan.shares):
+    for exchange in exchanges(whole, plan, BATCH / plan.batch_parts):
         key = exchange.axis, exchange.collective
         predicted[key] = predicted.get(key, 0.0) + exchange.bytes * exchange.count
     counted = {key: max(sent.get(key, 0) for sent, _ in measured) for sent, _ in measured for key in sent}
     assert counted == pytest.approx(predicted)
     adam = measure_optimizer_cost(lambda parameters: torch.optim.AdamW(parameters), multi_tensor=False)
-    parts = predict_memory(whole, plan, BATCH // plan.shares, adam, CPU_MEMORY).breakdown
+    parts = predict_memory(whole, plan, BATCH // plan.batch_parts, adam, CPU_MEMORY).breakdown
     weights = max(local["weights"] for _, local in measured)
     assert parts["weights"] == pytest.approx(weights, rel=0.05)  # rows that shards do not divide
 
