@@ -285,16 +285,19 @@ class _ModelSplitter:
 
     def install_swaps(self, groups: tuple[AxisGroup, ...], plan: Plan) -> None:
         """Wraps the `forward` of every module that needs it. What leaves the model is gathered, except that with
-        `plan.modules.loss` the loss is given logits that are split by vocabulary."""
+        `plan.modules.loss` the loss is given logits that are split by vocabulary. A module inside of a piece of another
+        stage, whose weight this stage has under another name, does not run here: it belongs to the copy of the model
+        from which shapes are inferred."""
         if not self.swaps:
             return
         self.gathered_kinds.setdefault("", set()).update({"sequence", "features", "vocabulary"})
-        for name in {**self.swaps, **self.gathered_kinds}:
+        local_modules = dict(self.model.named_modules(remove_duplicate=False))
+        for name in filter(local_modules.__contains__, {**self.swaps, **self.gathered_kinds}):
             kinds = self.gathered_kinds.get(name, set())
             if plan.modules.loss:
                 kinds = kinds - {"vocabulary"}
             swaps = tuple(self.swaps.get(name, {}).values())
-            swap_parameters_in_forward(self.model.get_submodule(name), name, swaps, groups, tuple(sorted(kinds)))
+            swap_parameters_in_forward(local_modules[name], name, swaps, groups, tuple(sorted(kinds)))
 
 
 def _divided_dimension(split: ParameterSplit) -> DividedDimension:

@@ -25,6 +25,8 @@ EACH: list[str] = [
     *(f"{name}: {case}" for case in PLANS for name in MODELS),
     *(f"{name}: {case}" for case in WITH_EXPERTS for name in MIXTURES),
     *(f"listed experts: {case}" for case in ("R2C2E2 twice", "R4C2E4 ring")),
+    # The last stage has the table of words under the name of the head, and not the module that looks them up.
+    *("bert: T2P2", "bert: C2T2P2 ring"),
 ]
 
 
