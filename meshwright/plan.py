@@ -24,7 +24,7 @@ from meshwright.plan_fields.groups import (
     Pipeline,
     Shares,
 )
-from meshwright.plan_fields.shares import describe_shares
+from meshwright.plan_fields.shares import describe_shares, share_sizes
 
 
 class Plan(PlanGroup):
@@ -110,6 +110,30 @@ class Plan(PlanGroup):
         return self
 
     @model_validator(mode="after")
+    def _shares_fit_the_way_gradients_are_combined(self) -> Self:
+        gradients, shares = self.gradients, self.shares
+        if not (shares.samples or shares.adaptive):
+            return self
+        samples = describe_shares(shares.samples)
+        given = f"shares.samples is [{samples}]" if samples else "shares.adaptive is true"
+        if gradients.local_steps > 1:
+            raise ValueError(
+                f"{given}, but gradients.local_steps is {gradients.local_steps}: ranks that take steps alone have the"
+                " same weight when their weights are averaged: leave out shares, or set gradients.local_steps to 1"
+            )
+        if gradients.updates != "synchronous":
+            raise ValueError(
+                f"{given}, but gradients.updates is {gradients.updates}: a worker that does not wait for the others"
+                " needs no share that fits its speed: leave out shares, or set gradients.updates to synchronous"
+            )
+        if gradients.servers and shares.adaptive:
+            raise ValueError(
+                f"shares.adaptive is true, but gradients.servers is {gradients.servers}: workers of parameter servers"
+                " do not exchange how fast they are: set shares.adaptive to false, or gradients.servers to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _stages_fit_the_axis(self) -> Self:
         stages, ranks, schedule = len(self.pipeline.cuts) + 1, self.axes.pipeline, self.pipeline.schedule
         if stages == 1:
@@ -137,6 +161,10 @@ class Plan(PlanGroup):
     def batch_parts(self) -> int:
         """Number of microbatches into which all ranks together divide a global batch."""
         return self.data_ranks * self.microbatches
+
+    def share_sizes(self, global_batch: int) -> list[int]:
+        """How many samples of a global batch each data rank gets; with adaptive shares, in the first steps."""
+        return share_sizes(global_batch, self.shares.samples or (1,) * self.data_ranks)
 
     @property
     def data_ranks(self) -> int:

@@ -72,7 +72,7 @@ FOLDERS = {
     "proof": ("reference", "record", "compare", "causes"),
     "report": ("run", "plans", "benches", "questions"),
     "simulator": ("compute", "tensor", "communication", "pipeline", "memory"),
-    "train": ("loss", "step", "output", "callbacks", "servers", "tuning"),
+    "train": ("shares", "loss", "step", "output", "callbacks", "servers", "tuning"),
     "workloads": ("text", "images", "segmentation", "recommender", "physics"),
 }
 ENTRY_POINTS = ("__init__", "__main__")  # they may import anything, and nothing may import them

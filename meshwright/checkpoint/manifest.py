@@ -8,13 +8,23 @@ import re
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from meshwright.errors import CheckpointError
 from meshwright.files.regular_file import open_regular_file
 from meshwright.files.storage import write_atomically
 from meshwright.files.trust import environment_key, is_signed_by, sign
-from meshwright.limits import Parts
+from meshwright.limits import Parts, Samples
 
 MANIFEST = "manifest.json"
 _LARGEST_MANIFEST_BYTES = 64 * 1024 * 1024
@@ -34,6 +44,34 @@ class FileChecksum(_Section):
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
 
 
+class AboutSpeeds(_Section):
+    """The fields of `train/shares/controller.py: SpeedState`."""
+
+    speeds: list[PositiveFloat]
+    noise: NonNegativeFloat
+    patience: PositiveInt
+    wait: NonNegativeInt
+    quiet: NonNegativeInt
+    move: list[int]
+
+
+class AboutShares(_Section):
+    """Adaptive shares: those of the next batch by data rank, the changes that were decided and begin later (the step
+    of the decision, the number of the first batch, the shares), the step of the last decision, and the speeds."""
+
+    samples: list[Samples] = Field(min_length=1)
+    changes: list[tuple[NonNegativeInt, NonNegativeInt, list[Samples]]] = []
+    decided: NonNegativeInt
+    speeds: AboutSpeeds
+
+    @model_validator(mode="after")
+    def _has_the_same_ranks(self) -> Self:
+        lists = [self.speeds.speeds or self.samples, *(samples for _, _, samples in self.changes)]
+        if any(len(of_ranks) != len(self.samples) for of_ranks in lists):
+            raise ValueError("shares are of different numbers of ranks")
+        return self
+
+
 class About(_Section):
     """What is allowed in the field `about` of a manifest.
 
@@ -42,8 +80,8 @@ class About(_Section):
     batch and a digest of this batch, `plan` the plan of the run, `loss` the last loss, `evaluated` the step of the last
     evaluation and its metrics, `best` the step of the best checkpoint and its metric, `left_out` the batches that are
     not trained on, `skipped` the number of updates that were left out, `losses` those that decide whether the next
-    one is a spike. Only runs with parameter servers have `clocks` (worker, clock, epoch and batch of each),
-    `workers` and `staleness`.
+    one is a spike, `shares` those of a plan with adaptive ones. Only runs with parameter servers have `clocks` (worker,
+    clock, epoch and batch of each), `workers` and `staleness`.
     """
 
     model_config = ConfigDict(strict=True)  # a number as a text would not be one for the trainer
@@ -59,6 +97,7 @@ class About(_Section):
     best: tuple[NonNegativeInt, float] | None = None
     left_out: list[Position] = []
     losses: list[float] = []
+    shares: AboutShares | None = None
     skipped: NonNegativeInt = 0
     clocks: list[tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt, NonNegativeInt]] = []
     workers: PositiveInt | None = None

@@ -27,6 +27,15 @@ class WaitClock:
         finally:
             self.seconds += time.perf_counter() - began
 
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts the time inside the context that is not counted within it already. Does not say what it is."""
+        began, counted = time.perf_counter(), self.seconds
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - began - (self.seconds - counted)
+
     def waiting(self) -> str | None:
         """Returns in words what the process is blocked in, or has failed in. Any thread may call this."""
         exchange = self.exchange

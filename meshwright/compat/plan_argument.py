@@ -22,7 +22,18 @@ def read_plan(argument: PlanArgument, ranks: int, caller: str) -> Plan:
         raise InputError(
             f"{caller}: plan is {str(argument)!r}, and there is no such file: give the path of a plan file, or 'auto'"
         )
-    return argument if isinstance(argument, Plan) else load_plan(argument, caller)
+    plan = argument if isinstance(argument, Plan) else load_plan(argument, caller)
+    refuse_shares(plan, caller)
+    return plan
+
+
+def refuse_shares(plan: Plan, caller: str) -> None:
+    """Raises an `InputError` if the plan has shares: the libraries' loops give every rank its own batch size."""
+    if plan.shares.samples or plan.shares.adaptive:
+        raise InputError(
+            f"{caller}: the plan ({plan.summary()}) has shares, but this loop gives every rank equally many samples:"
+            " leave shares out, or train with mw.parallelize or `meshwright train`, which divide batches by them"
+        )
 
 
 def with_precision(

@@ -1,10 +1,12 @@
 """The batch that a rank receives, and the options of how it is loaded."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from meshwright.data.partition import divide
 from meshwright.data.sampling import WeightedSampling
+from meshwright.data.share_table import ShareTable
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,31 @@ class LoadingOptions:
 
 @dataclass(frozen=True)
 class SampleShare:
-    """Which part of every global batch a rank receives: share number `rank` of `ranks` equal shares of the samples. If
-    the ranks of a tensor axis receive the same samples and divide the columns of the input among them, this rank
+    """Which part of every global batch a rank receives: share number `rank` of `ranks` shares of the samples. They are
+    equal, or in the proportions of `samples`. With `changes`, the proportions depend on the number of the batch, and
+    the first batch that is loaded has the number `first`.
+
+    If the ranks of a tensor axis receive the same samples and divide the columns of the input among them, this rank
     receives part number `column_part` of `column_parts` of the columns."""
 
     rank: int = 0
     ranks: int = 1
     column_part: int = 0
     column_parts: int = 1
+    samples: tuple[int, ...] = ()
+    changes: ShareTable | None = field(default=None, compare=False)
+    first: int = 0
+
+    def proportions(self, batch: int) -> tuple[int, ...]:
+        """The proportions in which the ranks divide the batch that is loaded as number `batch`, counted from 0; empty
+        for even shares."""
+        return self.samples if self.changes is None else self.changes.at(self.first + batch)
+
+    def divide(self, positions: range, batch: int) -> list[range]:
+        """Returns the positions of every rank in the batch that is loaded as number `batch`."""
+        return divide(positions, self.ranks, self.proportions(batch))
+
+    @property
+    def even(self) -> "SampleShare":
+        """The same share of samples that are divided evenly, as in evaluations."""
+        return replace(self, samples=(), changes=None)

@@ -108,12 +108,14 @@ def train_mapped(
 
     def keys_of_microbatches() -> Iterator[MicrobatchKeys]:
         first_epoch, first_index = start
+        numbers = count()  # of the batches that are loaded
         for epoch in count(first_epoch) if epochs is None else range(first_epoch, epochs):
             begin = first_index if epoch == first_epoch else 0
             order = partition.order(epoch) if begin < batches else np.empty(0, np.int64)
             repeats = repeat_numbers(order) if loading.sampling else None
             for index in range(begin, batches):
-                shares = partition.shares(index)
+                proportions = share.proportions(next(numbers))
+                shares = partition.shares(index, proportions)
                 microbatches = padded_microbatches(shares, share.rank, accumulation)
                 counts = [len(positions) for positions in microbatches]
                 is_last = index == batches - 1
@@ -123,7 +125,7 @@ def train_mapped(
                         chosen = slice(positions.start, positions.stop)
                         yield MicrobatchKeys(epoch, order[chosen], None if repeats is None else repeats[chosen])
                     else:
-                        borrowed = partition.borrowed_sample(order, index, share.rank)
+                        borrowed = partition.borrowed_sample(order, index, share.rank, proportions)
                         yield MicrobatchKeys(epoch, np.array([borrowed]))
 
     loaded = load_items(MicrobatchDataset(dataset, seed, "sample", loading), loading, keys_of_microbatches())

@@ -2,7 +2,7 @@
 microbatches. The job's `data.partition` chooses between two ways:
 
 batch     `BatchPartition`: all samples are put in one order. Batch k is the positions [kb, (k+1)b) of this order, and
-          each rank gets an even share of the batch.
+          each rank gets an even share of the batch, or one in the proportions of a plan's `shares.samples`.
 sample    `PartPartition`: the data set is divided into fixed parts, each with its own order. Batch k takes an even
           slice of every part, so all parts end together: slice k of part p is even_share(size of p, k, batches).
 """
@@ -42,6 +42,11 @@ def proportional_shares(positions: range, samples: Sequence[int]) -> list[range]
     return [positions[start:stop] for start, stop in pairwise(ends)]
 
 
+def divide(positions: range, ranks: int, samples: Sequence[int]) -> list[range]:
+    """Divides positions in the proportions of `samples`, or evenly if it is empty."""
+    return proportional_shares(positions, samples) if samples else even_shares(positions, ranks)
+
+
 def microbatches(positions: range, accumulation: int) -> list[range]:
     """Cuts positions into at most `accumulation` microbatches of nearly equal size, none of them empty."""
     return even_shares(positions, min(accumulation, len(positions)))
@@ -71,19 +76,19 @@ class Partition(Protocol):
         """Returns the indices of all samples, in the order in which batches take them."""
         ...
 
-    def shares(self, index: int) -> list[range]:
-        """Returns, for global batch number `index`, the positions in `order` that each rank gets. The ranges of the
-        ranks follow one another."""
+    def shares(self, index: int, samples: Sequence[int] = ()) -> list[range]:
+        """Returns, for global batch number `index`, the positions in `order` that each rank gets: even shares, or
+        shares in the proportions of `samples`. The ranges of the ranks follow one another."""
         ...
 
-    def borrowed_sample(self, order: np.ndarray, index: int, rank: int) -> int:
+    def borrowed_sample(self, order: np.ndarray, index: int, rank: int, samples: Sequence[int] = ()) -> int:
         """Returns the index of a sample for a rank that has no sample of this batch. The sample gets no weight."""
         ...
 
 
 @dataclass(frozen=True)
 class BatchPartition:
-    """Divides one order of all samples into batches, and each batch evenly among ranks. With `sampling`, the order is
+    """Divides one order of all samples into batches, and each batch among ranks. With `sampling`, the order is
     what it draws, and `size` the number of its draws."""
 
     size: int
@@ -100,17 +105,17 @@ class BatchPartition:
     def order(self, epoch: int) -> np.ndarray:
         return self.sampling.order(self.seed, epoch) if self.sampling else permutation(self.seed, epoch, self.size)
 
-    def shares(self, index: int) -> list[range]:
+    def shares(self, index: int, samples: Sequence[int] = ()) -> list[range]:
         batch = range(self.size)[index * self.batch : (index + 1) * self.batch]
-        return even_shares(batch, self.ranks)
+        return divide(batch, self.ranks, samples)
 
-    def borrowed_sample(self, order: np.ndarray, index: int, rank: int) -> int:
+    def borrowed_sample(self, order: np.ndarray, index: int, rank: int, samples: Sequence[int] = ()) -> int:
         return int(order[index * self.batch])
 
 
 @dataclass(frozen=True)
 class PartPartition:
-    """Divides the data set into `parts` parts of nearly equal size, and the parts evenly among ranks. A rank reads
+    """Divides the data set into `parts` parts of nearly equal size, and the parts among ranks. A rank reads
     samples of its own parts only. The order is a function of seed, epoch, sizes and the number of parts, so a run may
     be resumed on fewer ranks, each of which then has several parts."""
 
@@ -160,18 +165,20 @@ class PartPartition:
         ]
         return np.concatenate(slices)
 
-    def shares(self, index: int) -> list[range]:
+    def shares(self, index: int, samples: Sequence[int] = ()) -> list[range]:
         slices = self._slices(index)
         # The order begins with the slices of all earlier batches. A slice's start is the number of samples that earlier
         # batches take of its part.
         begin = sum(positions.start for positions in slices)
         ends = np.cumsum([0, *(len(positions) for positions in slices)])
-        parts_of_ranks = even_shares(range(self.parts), self.ranks)
+        parts_of_ranks = self._parts_of_ranks(samples)
         return [range(begin + int(ends[parts.start]), begin + int(ends[parts.stop])) for parts in parts_of_ranks]
 
-    def borrowed_sample(self, order: np.ndarray, index: int, rank: int) -> int:
-        first_part = even_shares(range(self.parts), self.ranks)[rank].start
-        return self._parts[first_part].start
+    def borrowed_sample(self, order: np.ndarray, index: int, rank: int, samples: Sequence[int] = ()) -> int:
+        return self._parts[self._parts_of_ranks(samples)[rank].start].start
+
+    def _parts_of_ranks(self, samples: Sequence[int]) -> list[range]:
+        return divide(range(self.parts), self.ranks, samples)
 
     def _slices(self, index: int) -> list[range]:
         """Returns, for global batch number `index`, the positions that the batch takes of each part's order."""

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from meshwright.data.batch import LoadingOptions, SampleShare
 from meshwright.data.mapped import MicrobatchDataset, MicrobatchKeys
-from meshwright.data.partition import even_share
 from meshwright.data.streams import read_stream
 from meshwright.data.workers import load_items
 from meshwright.errors import InputError
@@ -32,11 +31,14 @@ from meshwright.user_code import raise_user_code_error
 class PreparedShare:
     """One rank's share of a batch. `samples` is the number of its samples that count: 0 if the batch has no sample for
     this rank, which then has one sample of another rank as `data`. `global_samples` is the number of samples over all
-    ranks; None if it is not known."""
+    ranks, and `most_samples` that of the rank with the most; None if they are not known. `number` is that
+    of the batch: the session's number of steps when the loop began + its number in the loop."""
 
     data: Any
     samples: int
-    global_samples: int | None
+    global_samples: int | None = None
+    most_samples: int | None = None
+    number: int = 0
 
 
 class PreparedLoader:
@@ -79,39 +81,47 @@ class PreparedLoader:
             self._note(None)
 
     def _shares(self) -> Iterator[PreparedShare]:
-        loading = _loading(self._loader)
+        loading = loading_of(self._loader)
         if isinstance(self._loader.dataset, IterableDataset):
             return self._shares_of_stream(loading)
         return self._shares_of_samples(loading)
 
+    def _share_now(self) -> SampleShare:
+        """This rank's share, in a loop that begins now."""
+        return replace(self._share, first=self._steps())
+
     def _shares_of_samples(self, loading: LoadingOptions) -> Iterator[PreparedShare]:
-        counts: deque[tuple[int, int]] = deque()  # samples of this rank and of all ranks, by batch that is being loaded
-        epoch = self._steps()
+        # Of each batch that is being loaded: samples of this rank, of all ranks, and of the rank with the most.
+        counts: deque[tuple[int, int, int]] = deque()
+        epoch, share = self._steps(), self._share_now()
 
         def keys() -> Iterator[MicrobatchKeys]:
-            for indices in _index_batches(self._loader):
-                positions = even_share(len(indices), self._share.rank, self._share.ranks)
-                counts.append((len(positions), len(indices)))
+            for number, indices in enumerate(_index_batches(self._loader)):
+                shares = share.divide(range(len(indices)), number)
+                positions = shares[share.rank]
+                counts.append((len(positions), len(indices), max(map(len, shares))))
                 local = indices[positions.start : positions.stop] or indices[:1]
                 yield MicrobatchKeys(epoch, np.array(local, np.int64))
 
-        for data in load_items(MicrobatchDataset(self._loader.dataset, self._seed, "sample", loading), loading, keys()):
-            yield PreparedShare(data, *counts.popleft())
+        dataset = MicrobatchDataset(self._loader.dataset, self._seed, "sample", loading)
+        for number, data in enumerate(load_items(dataset, loading, keys()), share.first):
+            yield PreparedShare(data, *counts.popleft(), number)
 
     def _shares_of_stream(self, loading: LoadingOptions) -> Iterator[PreparedShare]:
-        loader = self._loader
+        loader, share = self._loader, self._share_now()
         assert loader.batch_size is not None
         batches = read_stream(
             loader.dataset,
             seed=self._seed,
             epoch=self._steps(),
             batch=loader.batch_size,
-            share=self._share,
+            share=share,
             loading=loading,
             drop_last=loader.drop_last,
         )
-        for microbatch, samples in batches:
-            yield PreparedShare(microbatch.data, microbatch.samples, samples)
+        for number, (microbatch, samples) in enumerate(batches):
+            most = max(map(len, share.divide(range(samples), number)))
+            yield PreparedShare(microbatch.data, microbatch.samples, samples, most, share.first + number)
 
 
 def check_divisible(loader: Any) -> None:
@@ -177,7 +187,7 @@ def _next_indices(batches: Iterator[list[Any]], name: str) -> list[int] | None:
         ) from None
 
 
-def _loading(loader: "DataLoader[Any]") -> LoadingOptions:
+def loading_of(loader: "DataLoader[Any]") -> LoadingOptions:
     """Returns the loader's options of how samples are read and collated."""
     with_workers = {
         "prefetch_factor": loader.prefetch_factor,

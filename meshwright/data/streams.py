@@ -29,7 +29,7 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from meshwright.data.batch import Batch, LoadingOptions, Microbatch, SampleShare, StreamState
 from meshwright.data.digest import digest_samples
-from meshwright.data.partition import even_shares, padded_microbatches
+from meshwright.data.partition import padded_microbatches
 from meshwright.data.randomness import preserve_generators, seed_generators
 from meshwright.data.samples import check_undivided, collate_samples, name_of
 from meshwright.data.workers import load_items
@@ -44,7 +44,7 @@ class _StreamEpoch:
     """Which batches of one epoch to read: from batch number `first` on, each of `batch` samples over all ranks. `use`
     is part of the random seeds; training and evaluation have different ones. With `borrow`, a rank that gets no sample
     of a batch gets a copy of the batch's first sample. `state` is that of a checkpoint after batch `first` - 1; None if
-    there is none."""
+    there is none. `loaded` is the number of batches that were loaded before batch `first`."""
 
     seed: int
     use: str
@@ -56,6 +56,7 @@ class _StreamEpoch:
     drop_last: bool = False
     borrow: bool = True
     state: StreamState | None = None
+    loaded: int = 0
 
     @property
     def begin(self) -> int:
@@ -172,7 +173,7 @@ class _StreamBatches(IterableDataset[Any]):
         """Returns this rank's microbatches as pairs (collated data, number of samples that count)."""
         reading = self._reading
         collated = []
-        shares = even_shares(range(len(global_batch)), reading.share.ranks)
+        shares = reading.share.divide(range(len(global_batch)), reading.loaded + index - reading.first)
         for positions in padded_microbatches(shares, reading.share.rank, reading.accumulation):
             if positions or reading.borrow:
                 # All ranks have read the same samples, so their generators are equal here. Seeding by position lets
@@ -234,15 +235,19 @@ def train_stream(
             f" {type(dataset).__name__} is a stream: use batch, or give the data set __len__ and __getitem__"
         )
     first_epoch, first_index = start
+    loaded = 0
     for epoch in count(first_epoch) if epochs is None else range(first_epoch, epochs):
         first = first_index if epoch == first_epoch else 0
-        reading = _StreamEpoch(seed, "sample", epoch, global_batch, share, accumulation, first, drop_last, borrow=True)
+        reading = _StreamEpoch(
+            seed, "sample", epoch, global_batch, share, accumulation, first, drop_last, borrow=True, loaded=loaded
+        )
         if first and state is not None:
             reading = replace(reading, state=state)
         previous: Batch | None = None  # yielded once it is known whether another one follows
         for index, (samples, data, stream) in enumerate(_read(dataset, reading, loading), first):
             if previous is not None:
                 yield previous
+            loaded += 1
             microbatches = tuple(Microbatch(*microbatch) for microbatch in data)
             previous = Batch(microbatches, samples, epoch, index, last=False, stream=stream)
         if previous is not None:
@@ -270,7 +275,7 @@ def eval_stream(
 ) -> Iterator[Microbatch]:
     """Yields this rank's part of a stream, for evaluation. In each round, `batch` samples per rank are read; if the
     last round has fewer samples, ranks share them evenly. `loading.eval_batches` explains the arguments."""
-    reading = _StreamEpoch(seed, "eval", 0, batch * share.ranks, share, borrow=False)
+    reading = _StreamEpoch(seed, "eval", 0, batch * share.ranks, share.even, borrow=False)
     is_empty = True
     for _, data, _ in _read(dataset, reading, loading):
         is_empty = False

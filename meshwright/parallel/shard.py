@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.blocks.module_names import is_inside
 from meshwright.blocks.recompute import find_blocks
+from meshwright.collectives.wait_clock import WAIT_CLOCK
 from meshwright.errors import InputError
 from meshwright.output_trees import register_dataclasses
 from meshwright.parallel.expert.divide import divided_layers, divided_parameters
@@ -44,6 +45,7 @@ from meshwright.parallel.precision import sharding_policy
 from meshwright.parallel.replicate.gradient_averaging import average_once
 from meshwright.parallel.replicate.replicate import broadcast_buffers_over
 from meshwright.parallel.torch_private import (
+    count_waits,
     forget_forward_order,
     forward_is_running,
     free_gathered,
@@ -114,6 +116,7 @@ def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = 
             replace_pre_backward(unit, partial(_PreBackward, unit))
             unit.register_forward_pre_hook(_follow_requires_grad)
             for group in fsdp_parameter_groups(unit):
+                count_waits(group, WAIT_CLOCK.counted)
                 group.post_backward = _PostBackward(unit, group)
     if hooks:
         _keep_gradient_hooks(module, hooks)

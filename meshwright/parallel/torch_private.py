@@ -7,9 +7,11 @@ When a new torch version breaks something, look at this file first; no other fil
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from traceback import walk_tb
 from typing import Any, TypeVar
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -177,6 +179,29 @@ def replace_pre_backward(unit: FSDPModule, replace: Callable[[Callable[[Tensor],
     function and returns the new one."""
     state: Any = unit._get_fsdp_state()
     state._pre_backward = replace(state._pre_backward)
+
+
+def count_waits(waiting: Any, counted: Callable[[], AbstractContextManager[None]]) -> None:
+    """Runs what a group of FSDP2 calls to gather weights and to reduce gradients, or what DDP calls to send buffers,
+    within a context that counts the time: on CPU ranks these calls wait for the other ranks. Does nothing on GPUs,
+    where only the device waits."""
+    if waiting.device.type != "cpu":
+        return
+
+    def within(weak: "WeakMethod[Callable[..., Any]]") -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            method = weak()
+            assert method is not None
+            if torch.compiler.is_compiling():
+                return method(*args, **kwargs)
+            with counted():
+                return method(*args, **kwargs)
+
+        return call
+
+    of_group = ("unshard", "wait_for_unshard", "post_backward")
+    for name in ("_sync_buffers",) if isinstance(waiting, DistributedDataParallel) else of_group:
+        setattr(waiting, name, within(WeakMethod(getattr(waiting, name))))  # which does not keep it alive
 
 
 def gather_until_backward(group: Any) -> None:

@@ -8,6 +8,7 @@ the same division. The module does not import torch.
 
 from collections.abc import Sequence
 from itertools import groupby
+from math import gcd
 
 _MOST_WORDS = 4  # groups of equal numbers that `describe_shares` lists
 
@@ -21,6 +22,11 @@ def share_sizes(count: int, samples: Sequence[int]) -> list[int]:
     for rank in largest_fractions[: count - sum(sizes)]:
         sizes[rank] += 1
     return sizes
+
+
+def fewest_parts(samples: Sequence[int]) -> int:
+    """The smallest number of equal parts of a data set of which every rank gets exactly its share."""
+    return sum(samples) // gcd(*samples)
 
 
 def describe_shares(samples: Sequence[int]) -> str:

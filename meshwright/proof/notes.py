@@ -15,6 +15,8 @@ def comparison_notes(request: ProofRequest, setup: ReferenceSetup, grouping_note
         notes.append(f"compared in {request.dtype}: the plan's {plan.numerics.precision} is left out")
     changed = [name for name, value in COMPARED_GRADIENT_OPTIONS.items() if getattr(plan.gradients, name) != value]
     notes += [f"compared without gradients.{name}, which trains differently from one device" for name in changed]
+    if plan.shares.adaptive and plan.data_ranks > 1:
+        notes.append("shares are adaptive: in the proof, samples move from one rank to the next in every step")
     if setup.disabled_dropouts:
         places = "place" if setup.disabled_dropouts == 1 else "places"
         notes.append(f"dropout is off for the comparison (in {setup.disabled_dropouts} {places})")

@@ -4,7 +4,7 @@ while another can still be divided."""
 from math import gcd, prod
 
 from meshwright.plan import Plan
-from meshwright.plan_fields.groups import Axes, Pipeline
+from meshwright.plan_fields.groups import Axes, Pipeline, Shares
 
 # The order in which axes are reduced to one rank. Axes with the simplest arithmetic come first, because the proof then
 # leaves out the least.
@@ -51,7 +51,8 @@ def _with_axes(plan: Plan, axes: Axes) -> Plan:
     # A branch on a rank that no longer exists moves to one that does.
     branches = {name: rank % axes.tensor for name, rank in modules.branches.items()} if axes.tensor > 1 else {}
     modules = modules.model_copy(update={"branches": branches})
-    smaller = plan.model_copy(update={"axes": axes, "modules": modules, "pipeline": _pipeline(plan, axes.pipeline)})
+    pipeline, shares = _pipeline(plan, axes.pipeline), _shares(plan, axes.replicate * axes.shard)
+    smaller = plan.model_copy(update={"axes": axes, "modules": modules, "pipeline": pipeline, "shares": shares})
     return Plan.model_validate(smaller.model_dump())  # raises if the plan's settings do not fit together
 
 
@@ -64,6 +65,13 @@ def _pipeline(plan: Plan, ranks: int) -> Pipeline:
         return Pipeline()
     stride = plan.axes.pipeline // ranks
     return plan.pipeline.model_copy(update={"cuts": plan.pipeline.cuts[stride - 1 :: stride]})
+
+
+def _shares(plan: Plan, data_ranks: int) -> Shares:
+    """Returns the shares for fewer data ranks: those of every n-th rank, so that unequal ones stay unequal."""
+    samples = plan.shares.samples
+    stride = max(1, len(samples) // data_ranks)
+    return plan.shares.model_copy(update={"samples": samples[::stride][:data_ranks]})
 
 
 def _axes_text(plan: Plan) -> str:

@@ -29,6 +29,8 @@ from meshwright.train.job_parts import JobParts
 from meshwright.train.loss.loss import check_sample_comparison, classify_loss
 from meshwright.train.loss.output_form import FakeModel
 from meshwright.train.loss.trial import find_loss, find_model_loss, is_from_torch
+from meshwright.train.shares.adaptive import check_measurable_on_gpus
+from meshwright.train.shares.check import check_global_batch
 from meshwright.train.step.optimizer import build_optimizer
 from meshwright.train.step.sampling import check_sampling
 from meshwright.train.step.schedule import build_schedule
@@ -61,7 +63,9 @@ def check_job(job: Job, plan: Plan, cluster: Cluster, parts: JobParts | None = N
             f" {plan.gradients.servers}: leave out checkpoint.frozen, or set gradients.servers to 0"
         )
     check_devices(plan, cluster)
-    check_batch(job, plan)
+    check_global_batch(plan, job.train.global_batch, job.data.partition, job.data.parts)
+    if plan.shares.adaptive and cluster.kind == "cuda":
+        check_measurable_on_gpus(plan)
     model = _check_model(job, parts)
     if model is not None:
         check_sparse(plan, model, job.train.clip_norm)
@@ -142,15 +146,6 @@ def check_rank_count(plan: Plan, cluster: Cluster) -> None:
         raise InputError(
             f"the plan ({plan.summary()}) has {plan.processes} processes, but this machine has {cluster.cores} cores"
             f" and starts at most {most}: use --cluster {most}xcpu or fewer, or a plan of fewer ranks"
-        )
-
-
-def check_batch(job: Job, plan: Plan) -> None:
-    if job.train.global_batch < plan.batch_parts:
-        raise InputError(
-            f"train.global_batch is {job.train.global_batch}, smaller than {plan.data_ranks} data-parallel ranks ×"
-            f" {plan.microbatches} microbatches = {plan.batch_parts}: raise it, or reduce axes.replicate, axes.shard,"
-            " memory.accumulation or pipeline.microbatches"
         )
 
 

@@ -1,6 +1,6 @@
 """`Session`: a model that is trained under a plan, step by step, by the trainer or in a user's own loop."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from meshwright.checkpoint.load import load, read_manifest_once
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.save import save_at
 from meshwright.checkpoint.state import State, model_state, optimizer_state
-from meshwright.data.loading import Batch, LoadingOptions, Microbatch, SampleShare, StreamState, train_batches
+from meshwright.data.loading import Batch, LoadingOptions, SampleShare, StreamState, train_batches
 from meshwright.data.prepared import refuse_loader
 from meshwright.errors import InputError
 from meshwright.job_sections.sections import LossScaleSettings
@@ -32,7 +32,8 @@ from meshwright.train.loss.finder import LossFinder
 from meshwright.train.loss.loss import LossFunction
 from meshwright.train.loss.spikes import SpikeDetector
 from meshwright.train.metrics import Metric, MetricTotals
-from meshwright.train.step.batch import cut_share
+from meshwright.train.shares.adaptive import make_adaptive_shares
+from meshwright.train.shares.check import check_global_batch, default_parts
 from meshwright.train.step.cuda_graphs import StepGraphs
 from meshwright.train.step.evaluation import Evaluator, combine_totals
 from meshwright.train.step.explained_errors import explains_errors
@@ -107,8 +108,10 @@ class Session(OwnLoop):
         self._schedule_per = schedule_per
         data_ranks = data_group(self._parallel.mesh, plan)
         self._gather_samples = GatherSamples(data_ranks) if data_ranks is not None else None
+        shares = make_adaptive_shares(self._parallel, world.rank, world.size)
+        report = shares.marking(report) if shares else report
         super().__init__(self._parallel, self._loss_finder.over_ranks(self._gather_samples), seed, target, report)
-        self._clip_norm, self._frozen = clip_norm, frozen
+        self._clip_norm, self._frozen, self.shares = clip_norm, frozen, shares
         self.on_gradients: Callable[[], None] | None = None
         self._step_check = make_step_check(self._parallel, world.size, on_nonfinite == "skip", is_fp16, spikes)
         self.nonfinite, self.spike = NO_PROBLEM
@@ -163,18 +166,14 @@ class Session(OwnLoop):
                 " epochs counts from the session's first step: call it once with the number of all epochs, or in epoch"
                 f" e of a loop of your own with epochs=e + 1 (now epochs={self.position[0] + 1})"
             )
-        if global_batch < self.plan.batch_parts:
-            raise InputError(
-                f"train.global_batch is {global_batch}, fewer than the {self.plan.data_ranks} ranks × "
-                f"{self.plan.microbatches} microbatches of the plan: raise it or use fewer ranks"
-            )
         loading = loading or LoadingOptions()
+        check_global_batch(self.plan, global_batch, loading.partition, self.parts or loading.parts)
         if loading.partition == "batch":  # with the other partitions, a rank may not be able to read every sample
             self._check_same_samples(dataset, loading)
         elif loading.partition == "sample":  # a run that is resumed on other ranks keeps its parts
-            self.parts = self.parts or loading.parts or self._share().ranks
+            self.parts = self.parts or loading.parts or default_parts(self.plan)
             loading = replace(loading, parts=self.parts)
-        return train_batches(
+        batches = train_batches(
             dataset,
             seed=self.seed,
             global_batch=global_batch,
@@ -186,6 +185,7 @@ class Session(OwnLoop):
             drop_last=drop_last,
             stream_state=self.stream_state,
         )
+        return batches if self.shares is None else self.shares.watch(batches, loading, self.steps)
 
     @explains_errors
     def step(self, batch: Any) -> Tensor:
@@ -207,8 +207,9 @@ class Session(OwnLoop):
         if self._parallel.local_steps:
             self._parallel.local_steps.before_step(self.steps)
         self.optimizer.zero_grad(set_to_none=True)
-        has_position = isinstance(batch, Batch)
-        microbatches, samples = (batch.microbatches, batch.samples) if has_position else self._microbatches(batch)
+        microbatches, samples = self._microbatches(batch)
+        if self.shares is not None:
+            self.shares.begin_step(samples)
         self._try_loss(microbatches[0].data)
         examples = [(self._example(part.data, part.width), part.samples) for part in microbatches]
         if self.plan.axes.pipeline > 1:  # a short batch may have too few: the last one is repeated with weight 0
@@ -227,7 +228,9 @@ class Session(OwnLoop):
             stepped, loss = self.remote_optimizer.update(self, loss)
         if self._parallel.local_steps:
             self._parallel.local_steps.after_step()
-        self._advance(batch if has_position else None, stepped)
+        self._advance(batch if isinstance(batch, Batch) else None, stepped)
+        if self.shares is not None:
+            self.shares.end_step(self.steps, [part.samples for part in microbatches])
         return loss
 
     def leave_out(self, batch: Batch) -> None:
@@ -238,6 +241,8 @@ class Session(OwnLoop):
             self._parallel.local_steps.before_step(self.steps)
             self._parallel.local_steps.after_step()
         self._advance(batch, stepped=False)
+        if self.shares is not None:
+            self.shares.finish_window(self.steps)
 
     def _advance(self, batch: Batch | None, stepped: bool) -> None:
         """Counts a step. `batch` is None for a batch from another loader. `stepped`: the optimizer made a step."""
@@ -343,11 +348,12 @@ class Session(OwnLoop):
 
     def about(self) -> dict[str, Any]:
         """What a checkpoint's manifest says about its position in the run: `step`, `position`, `seed`, `skipped`, and
-        `parts`, `stream` and `losses` if there are any. Seed and step determine all random numbers."""
+        `parts`, `stream`, `losses` and `shares` if there are any. Seed and step determine all random numbers."""
         about = {"step": self.steps, "position": [*self.position], "seed": self.seed, "skipped": self.skipped_steps}
         stream = {"stream": [self.stream_state.before, self.stream_state.digest]} if self.stream_state else {}
         losses = self._step_check.about() if self._step_check else {}
-        return about | ({"parts": self.parts} if self.parts else {}) | stream | losses
+        shares = {"shares": self.shares.about(self.steps)} if self.shares else {}
+        return about | ({"parts": self.parts} if self.parts else {}) | stream | losses | shares
 
     @explains_errors
     def save(self, path: str | Path, frozen: bool = True) -> Path:
@@ -380,15 +386,9 @@ class Session(OwnLoop):
         self.skipped_steps = int(about.get("skipped", 0))
         if self._step_check:
             self._step_check.restore(about)
+        if self.shares is not None:
+            self.shares.restore(self.steps, about.get("shares"))
         self._parallel.reset_compression()
-
-    # ---- batches
-
-    def _microbatches(self, data: Any) -> tuple[Sequence[Microbatch], int | None]:
-        """Cuts a batch of a prepared or another loader into microbatches. Returns them, and the number of samples over
-        all ranks, or None if it is not known."""
-        self._check_first_batch(data)
-        return cut_share(self._share_of(data), self.plan)
 
     def _train_mode(self) -> None:
         """Puts the model into training mode. Frozen modules stay in evaluation mode, so that their running statistics

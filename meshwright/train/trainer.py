@@ -34,6 +34,7 @@ from meshwright.train.output.recording import record_steps
 from meshwright.train.output.recovery import recovery_figures
 from meshwright.train.output.throughput import ThroughputMeter, describe_wait
 from meshwright.train.output.times.expert_tokens import expert_metrics, expert_result
+from meshwright.train.output.times.share_changes import ShareChanges
 from meshwright.train.output.times.stragglers import StragglerWatch
 from meshwright.train.step.divergence import DivergenceMonitor
 from meshwright.train.step.job_length import JobLength
@@ -57,11 +58,8 @@ class Trainer:
     ) -> None:
         """`recorded_steps` is the number of steps, from the first one on, to record for `prove --against`.
         `predicted_step_s` is only copied into the result; None if there is no prediction."""
-        self.job = job
-        self.session = session
-        self.world = world
-        self.folder = folder
-        self.heartbeat = heartbeat
+        self.job, self.session, self.world = job, session, world
+        self.folder, self.heartbeat = folder, heartbeat
         self.train_set, self.eval_set = build_data(job)
         self.loading = build_loading(job, world.device)
         self.metrics = build_metrics(job)
@@ -77,6 +75,7 @@ class Trainer:
         self.left_out: set[tuple[int, int]] = set()  # the epoch and index of batches that are not trained on
         self.callbacks = Callbacks(build_callbacks(job), CallbackRun(job, session, world, folder), self._report)
         self.stragglers = StragglerWatch(folder.times, world.size, lambda line: self.display.line(line))
+        self.shares = ShareChanges(folder.shares, session, world.rank, lambda line: self.display.line(line))
         self.told_not_saved = False  # whether the user knows that the weights are not finite
 
     def run(self, stop: StopRequest) -> bool:
@@ -142,6 +141,7 @@ class Trainer:
         """Trains on the batches from the session's position on. Returns True at the end of the run, False if the run
         was stopped, and None if it went back to a checkpoint, so that its batches begin at another position."""
         train = self.job.train
+        self.shares.restore(self.session.steps)
         batches = self.session.batches(
             self.train_set, train.epochs, train.global_batch, self.loading, self.job.data.drop_last
         )
@@ -220,7 +220,7 @@ class Trainer:
             **recovery_figures(self.folder),
             "peak_memory_bytes": self._peak_memory_bytes(),
             **({} if stopped is None else {"stopped": stopped}),
-            **self.stragglers.result(),
+            **(self.stragglers.result() | self.shares.result()),
         }
 
     def _peak_memory_bytes(self) -> int:
@@ -232,7 +232,7 @@ class Trainer:
         steps = self.session.steps
         if self.last_loss is None or (steps % self.job.log.every_steps and not self.length.at_end()):
             return
-        loads = expert_metrics(self.session)  # all ranks together
+        more = {**expert_metrics(self.session), **self.shares.metrics(batch.samples)}  # all ranks together
         if self.metrics_log is None:
             return
         loss = float(self.last_loss)
@@ -240,7 +240,7 @@ class Trainer:
         self.display.step(steps, loss, rate)
         self.heartbeat.update(steps, "log")
         values = {"loss": loss, "lr": self.session.optimizer.param_groups[0]["lr"], "samples_per_s": rate}
-        self.metrics_log.write("train", steps, batch.epoch, {**values, **loads})
+        self.metrics_log.write("train", steps, batch.epoch, {**values, **more})
         self.stragglers.look()
 
     # ---- steps that are left out

@@ -10,7 +10,8 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError
 from meshwright.plan import Plan
-from meshwright.train.check import check_batch, check_devices, check_job, check_rank_count
+from meshwright.train.check import check_devices, check_job, check_rank_count
+from meshwright.train.shares.check import check_global_batch
 from tests.train.one_process import EVALUATED, toy_job
 
 TWO = find_cluster("2xcpu")
@@ -62,9 +63,30 @@ def test_a_machine_starts_a_limited_number_of_ranks() -> None:
 
 
 def test_every_microbatch_needs_a_sample() -> None:
-    check_batch(toy_job(train={"global_batch": 6}), plan(2, 3))
+    check_global_batch(plan(2, 3), 6)
     with pytest.raises(InputError, match=r"global_batch is 5, smaller than 2 data-parallel ranks × 3 microbatches = 6"):
-        check_batch(toy_job(train={"global_batch": 5}), plan(2, 3))
+        check_global_batch(plan(2, 3), 5)
+
+
+def shared(samples: list[int], **groups: Any) -> Plan:
+    return Plan.model_validate({"axes": {"replicate": 2}, "shares": samples, **groups})
+
+
+def test_every_rank_needs_samples_of_a_full_batch() -> None:
+    check_global_batch(shared([3, 1]), 4)
+    with pytest.raises(InputError, match=r"of a train.global_batch of 8, .*\[100, 1\] gives data rank 1 none: raise"):
+        check_global_batch(shared([100, 1]), 8)
+    with pytest.raises(InputError, match=r"gives data rank 1 1, fewer than its 2 microbatches"):
+        check_global_batch(shared([3, 1], memory={"accumulation": 2}), 4)
+
+
+def test_parts_of_a_data_set_are_given_to_ranks_in_whole() -> None:
+    check_global_batch(shared([2, 1]), 6, "sample", 3)
+    with pytest.raises(InputError, match=r"data.parts is 2, too few for .*\[5, 1\].*: 6 parts divide exactly so"):
+        check_global_batch(shared([5, 1]), 6, "sample", 2)
+    adaptive = Plan.model_validate({"axes": {"replicate": 2}, "shares": "adaptive"})
+    with pytest.raises(InputError, match=r"shares.adaptive is true, but data.partition is sample"):
+        check_global_batch(adaptive, 6, "sample")
 
 
 @pytest.mark.parametrize(

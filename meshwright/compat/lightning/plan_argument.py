@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Literal
 
-from meshwright.compat.plan_argument import PlanArgument, read_plan, with_precision
+from meshwright.compat.plan_argument import PlanArgument, read_plan, refuse_shares, with_precision
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.train.step.own_loop import why_only_step
@@ -65,6 +65,7 @@ def check_loop_plan(plan: Plan) -> None:
             " session(self, plan) that returns mw.parallelize(…) of the part that is the model, or choose a plan of"
             " replicas and shards"
         )
+    refuse_shares(plan, "Lightning")
     if plan.gradients.servers:
         raise InputError(
             f"the plan ({plan.summary()}) has parameter servers, which only `meshwright train` starts: set"

@@ -24,6 +24,7 @@ from meshwright.parallel.replicate.process_group import GroupWithSharedSums
 from meshwright.parallel.torch_private import (
     broadcast_coalesced,
     comm_hook_states,
+    count_waits,
     ignore_in_ddp,
     silence_unused_parameters_warning,
 )
@@ -61,6 +62,7 @@ def replicate(
         gradient_as_bucket_view=True,
         find_unused_parameters=True,
     )
+    count_waits(model, WAIT_CLOCK.counted)
     if plan.gradients.local_steps == 1:  # otherwise LocalSteps registers its hook
         _register_hook(model, group, plan, reducer)
     return model

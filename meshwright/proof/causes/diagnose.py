@@ -16,7 +16,7 @@ from meshwright.proof.causes.reduction import doubled_reduction, missing_reducti
 from meshwright.proof.causes.samples import wrong_samples
 from meshwright.proof.causes.scale import scaled
 from meshwright.proof.causes.start import different_start
-from meshwright.proof.causes.targets import uneven_targets
+from meshwright.proof.causes.targets import uneven_targets, unweighted_shares
 from meshwright.proof.causes.tied import tied_drift
 from meshwright.proof.causes.tokens.border import lost_targets
 from meshwright.proof.causes.tokens.experts import expert_gradients, lost_tokens
@@ -42,6 +42,7 @@ THEN: Mapping[Cause, Hypothesis] = {
     "doubled_reduction": doubled_reduction,
     "scaled": scaled,
     "coupled_samples": coupled_samples,
+    "unweighted_shares": unweighted_shares,
     "uneven_targets": uneven_targets,
     "wrong_past": wrong_past,
     "wrong_positions": wrong_positions,

@@ -26,6 +26,7 @@ Cause = Literal[
     "doubled_reduction",
     "scaled",
     "coupled_samples",
+    "unweighted_shares",
     "uneven_targets",
     "wrong_past",
     "wrong_positions",

@@ -12,6 +12,7 @@ from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.world import World
 from meshwright.proof.record.record_with_servers import record_with_servers
 from meshwright.proof.reference.lift_casts import LiftCasts
+from meshwright.proof.reference.rank_shares import moving_shares
 from meshwright.proof.reference.reference_setup import ReferenceSetup, batch_in_dtype, build_setup, default_dtype
 from meshwright.proof.request import ProofRequest
 from meshwright.train.output.recording import StepRecorder
@@ -29,6 +30,8 @@ def record(request: ProofRequest, world: World, folder: Path, heartbeat: Heartbe
         return
     setup = build_setup(request)
     session = make_session(setup, request, world, heartbeat)
+    if session.shares is not None:
+        session.shares.repeat(moving_shares(session.plan, setup.global_batch))
     if request.prepare_session:
         request.prepare_session(session)
     recorder = StepRecorder(session, folder)

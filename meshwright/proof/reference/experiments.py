@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from meshwright.data.loading import SampleShare
 from meshwright.proof.reference.groups import Grouping, choose_grouping, global_batches, uses_batch_statistics
+from meshwright.proof.reference.rank_shares import rank_shares
 from meshwright.proof.reference.reference import Reference, preserve_generators
 from meshwright.proof.reference.reference_setup import build_setup
 from meshwright.proof.request import ProofRequest
@@ -97,7 +97,7 @@ class Experiments:
         """For each data rank, digests of the samples that it should have computed on: one tuple of digests per
         microbatch."""
         plan, setup = self.request.plan, build_setup(self.request)
-        shares = [SampleShare(rank, plan.data_ranks) for rank in range(plan.data_ranks)]
+        shares = rank_shares(plan, setup.global_batch)
         return [digest_samples(self._batch_of_step(setup.batches(share, plan.microbatches))) for share in shares]
 
     @cached_property

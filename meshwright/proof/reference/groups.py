@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from meshwright.data.loading import Batch, Microbatch, SampleShare
 from meshwright.errors import InputError
 from meshwright.plan import Plan
+from meshwright.proof.reference.rank_shares import rank_shares
 from meshwright.proof.reference.reference_setup import ReferenceSetup
 from meshwright.proof.torch_private import AnyBatchNorm, tree_flatten, tree_unflatten
 from meshwright.train.step.batch import samples_in
@@ -108,10 +109,9 @@ def global_batches(setup: ReferenceSetup, plan: Plan, grouping: Grouping) -> Ite
             (microbatch,) = batch.microbatches
             yield GlobalBatch((SampleGroup(microbatch.data, microbatch.samples),), batch.last)
         return
-    ranks = plan.data_ranks
     # Microbatches are loaded as each rank loads them, because a collate function's result may depend on which samples
     # it gets.
-    batches_by_rank = [setup.batches(SampleShare(rank, ranks), plan.microbatches) for rank in range(ranks)]
+    batches_by_rank = [setup.batches(share, plan.microbatches) for share in rank_shares(plan, setup.global_batch)]
     for rank_batches in zip(*batches_by_rank, strict=False):
         batches = tuple(_with_repeated_microbatches(batch, plan) for batch in rank_batches)
         groups = _local_groups(batches) if grouping == "local" else _synchronized_groups(batches)

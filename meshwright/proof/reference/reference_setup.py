@@ -28,6 +28,7 @@ from meshwright.train.loss.loss import Loss, LossFunction
 from meshwright.train.loss.output_form import FakeModel
 from meshwright.train.loss.trial import find_loss, find_model_loss
 from meshwright.train.session import MakeOptimizer, MakeSchedule
+from meshwright.train.shares.check import default_parts
 from meshwright.train.step.optimizer import optimizer_for_parameters, optimizer_groups, rebuild_optimizer
 
 
@@ -95,7 +96,7 @@ def build_setup(request: ProofRequest) -> ReferenceSetup:
     apply_to_tensors(setup.model, lambda tensor: _cast(tensor, dtype))
     disabled_dropouts = 0 if request.dropout else disable_dropout(setup.model)
     if setup.loading.partition == "sample":  # one device reads the same parts as the ranks, in the same order
-        parts = setup.loading.parts or request.plan.data_ranks
+        parts = setup.loading.parts or default_parts(request.plan)
         setup = replace(setup, loading=replace(setup.loading, parts=parts))
     return replace(
         setup,

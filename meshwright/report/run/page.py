@@ -18,6 +18,7 @@ from meshwright.report.run.prediction import prediction_sections
 from meshwright.report.run.profile import profile_sections
 from meshwright.report.run.ranks import rank_sections
 from meshwright.report.run.record import Event, RunRecord, read_run
+from meshwright.report.run.shares import share_sections
 from meshwright.report.units import bytes_text, seconds_text
 
 _MOST_MARKS = 60
@@ -37,6 +38,7 @@ def run_page(path: Path, live: bool = False) -> Page:
         *_throughput(run),
         *rank_sections(run, windows),
         *expert_sections(run),
+        *share_sections(run),
         *prediction_sections(run, windows),
         *profile_sections(run),
         *_drawings(run),

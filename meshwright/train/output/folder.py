@@ -10,6 +10,7 @@ runs/mnist-0001/
   logs/                 one file per rank, and reports of ranks that were stuck (stall-1.txt)
   times/                one file per rank: what its time was spent on; recoveries.jsonl: how long recoveries took
   record/               the first steps, with `train --record`
+  shares.jsonl          how ranks divide batches, if that changes during the run (`shares.adaptive`)
   copies.json           the name and the number that its copies have, with `checkpoint.copy_to`
   page.json             what its page shows besides measurements: prediction, cluster, plan on the model
   profile/              one trace per rank, of the steps of `log.profile_steps`
@@ -95,6 +96,10 @@ class RunFolder:
     @property
     def record(self) -> Path:
         return self.path / "record"
+
+    @property
+    def shares(self) -> Path:
+        return self.path / "shares.jsonl"
 
     @property
     def copies(self) -> Path:

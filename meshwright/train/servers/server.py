@@ -28,6 +28,7 @@ from meshwright.train.servers.participants import Participants
 from meshwright.train.servers.rounds import ServerRounds
 from meshwright.train.servers.server_group import ServerGroup
 from meshwright.train.servers.training_spec import TrainingSpec
+from meshwright.train.shares.check import default_parts
 from meshwright.train.step.optimizer import use_fused_kernels
 from meshwright.train.step.schedule import needs_metric, step_schedule
 
@@ -123,7 +124,7 @@ class Server:
     def set_data_parts(self, loading: LoadingOptions) -> None:
         """With `data.partition: sample`, fixes the number of parts of the data set. A resumed run keeps its number."""
         if loading.partition == "sample":
-            self.coordinator.data_parts = self.parts or loading.parts or self.plan.data_ranks
+            self.coordinator.data_parts = self.parts or loading.parts or default_parts(self.plan)
 
     def limit(self, steps: int | None) -> None:
         """Sets the number of batches after which workers are done; None means no limit."""

@@ -56,7 +56,7 @@ class ServerClient:
     ) -> None:
         """`folder` holds the heartbeats of the servers, which error messages mention; None if there are none.
         `recorded`: replies also carry the combined gradients, for a proof."""
-        self.share = SampleShare(worker, plan.world_size)
+        self.share = SampleShare(worker, plan.world_size, samples=plan.shares.samples)
         self.reply = ServerReply()
         self.batch: Batch | None = None  # the batch of the next step
         self._session = session

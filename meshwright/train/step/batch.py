@@ -8,7 +8,6 @@ from torch import Tensor
 
 from meshwright.batch import listed_samples, take_listed
 from meshwright.data.batch import Microbatch
-from meshwright.data.partition import even_share
 from meshwright.data.prepared import PreparedShare
 from meshwright.errors import InputError
 from meshwright.plan import Plan
@@ -79,9 +78,8 @@ def cut_share(share: PreparedShare, plan: Plan) -> tuple[list[Microbatch], int |
     counts = share.samples > 0
     parts = split_into_microbatches(share.data, plan.microbatches)
     microbatches = [Microbatch(part, samples_in(part) if counts else 0) for part in parts]
-    if share.global_samples is not None:
-        most = len(even_share(share.global_samples, 0, plan.data_ranks))
-        missing = min(plan.microbatches, most) - len(microbatches)
+    if share.most_samples is not None:
+        missing = min(plan.microbatches, share.most_samples) - len(microbatches)
         microbatches += [Microbatch(parts[-1], 0)] * missing
     return microbatches, share.global_samples
 

@@ -11,7 +11,7 @@ gradient             = mean of these over the data ranks                        
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import ref
@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from meshwright.batch import ModelBatch, split_batch
-from meshwright.data.batch import SampleShare
+from meshwright.data.batch import Batch, Microbatch, SampleShare
 from meshwright.data.digest import check_same_samples, check_same_stream, check_same_weights, check_shares
 from meshwright.data.loading import LoadingOptions, is_stream
 from meshwright.data.order import derive_seed
-from meshwright.data.prepared import PreparedLoader, PreparedShare, check_divisible
+from meshwright.data.prepared import PreparedLoader, PreparedShare, check_divisible, loading_of
 from meshwright.data.samples import check_undivided, is_hugging_face
 from meshwright.errors import InputError
 from meshwright.limits import is_number
@@ -33,7 +33,8 @@ from meshwright.parallel.model import ParallelModel
 from meshwright.parallel.replicate.unused import UnusedParameters
 from meshwright.plan import Plan
 from meshwright.train.loss.loss import Loss
-from meshwright.train.step.batch import move_to_device, samples_in
+from meshwright.train.shares.adaptive import AdaptiveShares
+from meshwright.train.step.batch import cut_share, move_to_device, samples_in
 from meshwright.train.step.explained_errors import Explainer, explains_errors
 from meshwright.train.step.randomness import StepGenerators
 from meshwright.train.step.remote_optimizer import RemoteOptimizer
@@ -65,6 +66,7 @@ class OwnLoop:
         self.checks_first_batch = False  # whether the first batch of another loader is compared between ranks
         self.seeds_passes = True  # whether `model` seeds the generators; otherwise it draws from them as they are
         self.explainer: Explainer | None = None
+        self.shares: AdaptiveShares | None = None  # None if the plan's shares are fixed
         self._unused_parameters = UnusedParameters()
         self._synchronizes = True
         self._prepared_share: PreparedShare | None = None  # what the loop of a prepared loader trains on at the moment
@@ -223,11 +225,15 @@ class OwnLoop:
         batch gets one of another rank, which `step`, `forward` and `mean` give no weight."""
         check_divisible(loader)
         self._check_same_samples(loader.dataset)
+        if self.shares is not None:
+            self.shares.note_loading(loading_of(loader))
         this = ref(self)  # the loader may live longer than the session, and would keep its memory
 
         def note(share: PreparedShare | None) -> None:
             if (session := this()) is not None:
                 session._prepared_share = share
+                if session.shares is not None and share is not None:
+                    session.shares.note_batch(share.number)
 
         def steps() -> int:
             return session.steps if (session := this()) else 0
@@ -255,7 +261,9 @@ class OwnLoop:
             return self.remote_optimizer.share
         place = self._parallel.position
         plan = self._parallel.plan
-        return SampleShare(place.data_rank, plan.data_ranks, place.tensor, plan.axes.tensor)
+        columns = (place.tensor, plan.axes.tensor)
+        changes = self.shares.table if self.shares is not None else None
+        return SampleShare(place.data_rank, plan.data_ranks, *columns, plan.shares.samples, changes, self.steps)
 
     def _example(self, data: Any, width: int | None) -> ModelBatch:
         """Moves a batch to the device, and splits it into the model's arguments and the target. `width` is the number
@@ -271,7 +279,15 @@ class OwnLoop:
         share = self._prepared_share
         if share is not None and share.data is data:
             return share
-        return PreparedShare(data, 0 if share is not None and share.samples == 0 else samples_in(data), None)
+        return PreparedShare(data, 0 if share is not None and share.samples == 0 else samples_in(data))
+
+    def _microbatches(self, batch: Any) -> tuple[Sequence[Microbatch], int | None]:
+        """Returns the microbatches of a `Batch`, or cuts a batch of a prepared or another loader into them; and the
+        number of samples over all ranks, or None if it is not known."""
+        if isinstance(batch, Batch):
+            return batch.microbatches, batch.samples
+        self._check_first_batch(batch)
+        return cut_share(self._share_of(batch), self._parallel.plan)
 
     def _check_first_batch(self, data: Any) -> None:
         """In the first step of a user's loop over another loader, raises an `InputError` if the ranks' batches cannot
@@ -306,6 +322,11 @@ def why_only_step(plan: Plan) -> str | None:
         return "gradients.local_steps is for session.step: call it instead, or set local_steps to 1"
     if plan.numerics.precision == "fp16":
         return "gradients in fp16 need the loss scale of session.step: call it instead, or choose bf16 or fp32"
+    if plan.shares.adaptive:
+        return (
+            "shares.adaptive measures the steps of session.step: call it instead, or set adaptive to false and give"
+            " shares.samples"
+        )
     if plan.gradients.powersgd_rank:
         return "gradients.powersgd_rank is for session.step: call it instead, or set powersgd_rank to 0"
     return None

@@ -14,7 +14,7 @@ from meshwright.proof.exact_comparison import compare_with_evidence
 from meshwright.proof.record.record import record
 from meshwright.proof.request import ProofRequest
 from tests.proof.cases import proof_request
-from tests.proof.causes import expert_faults, faults, sequence_faults
+from tests.proof.causes import expert_faults, faults, sequence_faults, share_faults
 from tests.proof.injected_fault import ComparesOwnSamples, InjectedFault, ScaledGradients
 from tests.proof.matrix_case import matrix_request
 from tests.ranks import RankPool
@@ -115,6 +115,12 @@ QUICK = [
         "scaled", plain(R2), ScaledGradients(2.0), "are 2 times those of one device: the size of the replicate axis"
     ),
     Control(
+        "unweighted_shares",
+        plain(R2 | {"shares": [5, 3]}),
+        faults.MeanOfRankMeans(),
+        "all data ranks are averaged with the weight of an even share, 1/2, but the data ranks have 5, 3 samples",
+    ),
+    Control(
         "uneven_targets", plain(R2, ignored=8), faults.MeanOfRankMeans(), "the mean over data ranks of their own means"
     ),
     Control(
@@ -134,6 +140,18 @@ QUICK = [
     Control("unknown", plain(S2), faults.StaleGradient()),
 ]
 SOAK = [
+    Control(
+        "unweighted_shares",
+        plain(S2 | {"shares": {"samples": [2, 6], "adaptive": True}}, ignored=8),
+        faults.MeanOfRankMeans(),
+        "all data ranks are averaged with the weight of an even share",
+    ),
+    Control(
+        "unweighted_shares",
+        plain(R2 | {"shares": [5, 3]}),
+        share_faults.OneRankAsIfEven(),
+        "gradients of data rank 1 are averaged with the weight of an even share",
+    ),
     Control("lost_tokens", mixture("S2E2"), expert_faults.RowsOnTheWay("doubled"), "rows were doubled on their way"),
     Control(
         "expert_gradients",

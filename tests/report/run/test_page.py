@@ -170,3 +170,16 @@ def test_loads_of_experts_are_shown_and_a_skewed_router_is_named(copy: Path, lay
     table = next(part for part in section.parts if isinstance(part, Table))
     assert [(row[1], row[3], row[4]) for row in table.rows] == [(0, 0, 0), (3, 1, 1)]
     assert "<img src=x" not in render(page)
+
+
+def test_the_shares_of_a_run_are_shown_with_their_changes(copy: Path) -> None:
+    assert "Shares" not in titles(run_page(copy))
+    folder = RunFolder(copy)
+    folder.plan.write_text(Plan.model_validate({"axes": {"replicate": 4}, "shares": "adaptive"}).to_yaml())
+    lines = [{"step": 5}, {"step": 10, "first": 17, "samples": [20, 20, 16, 8], "speeds": [10.0, 10.0, 8.0, 4.0]}]
+    folder.shares.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 1')
+    section = next(section for section in run_page(copy).sections if section.title == "Shares")
+    assert section.explanation.startswith("Shares began even and changed 1 time.")
+    (table,) = [part for part in section.parts if isinstance(part, Table)]
+    assert table.rows == [[10, 18, "20, 20, 16, 8", "10, 10, 8, 4"]]
+    assert "Shares over time" in render(run_page(copy))

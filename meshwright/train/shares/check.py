@@ -1,0 +1,48 @@
+"""Checks, before anything is loaded, that every rank gets samples of a full global batch."""
+
+from meshwright.errors import InputError
+from meshwright.plan import Plan
+from meshwright.plan_fields.shares import describe_shares, fewest_parts, share_sizes
+
+
+def check_global_batch(plan: Plan, global_batch: int, partition: str = "batch", parts: int | None = None) -> None:
+    """Raises an `InputError` if a global batch has too few samples for all ranks and microbatches of the plan, or if
+    the plan's shares do not go with `data.partition`. `parts` is the number of parts of the data set, if it is
+    given."""
+    if global_batch < plan.batch_parts:
+        raise InputError(
+            f"train.global_batch is {global_batch}, smaller than {plan.data_ranks} data-parallel ranks ×"
+            f" {plan.microbatches} microbatches = {plan.batch_parts}: raise it, or reduce axes.replicate, axes.shard,"
+            " memory.accumulation or pipeline.microbatches"
+        )
+    sizes = plan.share_sizes(global_batch)
+    if min(sizes) < plan.microbatches:
+        rank = sizes.index(min(sizes))
+        needed = "none" if not sizes[rank] else f"{sizes[rank]}, fewer than its {plan.microbatches} microbatches"
+        raise InputError(
+            f"of a train.global_batch of {global_batch}, plan.shares.samples [{describe_shares(plan.shares.samples)}]"
+            f" gives data rank {rank} {needed}: raise the global batch, give that rank a larger share, or reduce"
+            " memory.accumulation or pipeline.microbatches"
+        )
+    if partition == "sample":
+        check_parts(plan, parts)
+
+
+def check_parts(plan: Plan, parts: int | None) -> None:
+    """Raises an `InputError` if fixed parts of a data set cannot be given to ranks in the plan's shares."""
+    samples = plan.shares.samples
+    if plan.shares.adaptive:
+        raise InputError(
+            "plan.shares.adaptive is true, but data.partition is sample: parts of the data set stay on their ranks, so"
+            " shares cannot move: set data.partition to batch, or shares.adaptive to false"
+        )
+    if samples and parts is not None and 0 in share_sizes(parts, samples):
+        raise InputError(
+            f"data.parts is {parts}, too few for plan.shares.samples [{describe_shares(samples)}], by which some rank"
+            f" gets none of them: {fewest_parts(samples)} parts divide exactly so"
+        )
+
+
+def default_parts(plan: Plan) -> int:
+    """The number of fixed parts of a data set if none is given: one per rank, or as many as exact shares need."""
+    return fewest_parts(plan.shares.samples) if plan.shares.samples else plan.data_ranks
