@@ -2,6 +2,7 @@
 
 import re
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,6 +22,7 @@ _LATE_MESSAGE = re.compile(
 )
 _MISMATCH_MESSAGE = re.compile(r"\bbrought \d+ elements")
 _GLOO_MISMATCH_MESSAGE = re.compile(r"enforce fail|preamble", re.IGNORECASE)
+_BROKEN_MESSAGE = re.compile(r"Connection (closed by peer|reset)|Broken pipe|Socket closed", re.IGNORECASE)
 _COMMUNICATION_MESSAGE = re.compile(
     r"gloo|nccl|ProcessGroup|connectFullMesh|TCPStore|c10d|timeout caused pair closure"
     r"|Connection (closed by peer|reset|refused)|Broken pipe|Socket closed|Timed out waiting",
@@ -44,7 +46,7 @@ def explain_communication_error(
     if root is None or getattr(root, "report", None) is not None:
         return root if isinstance(root, CollectiveError) else None
     if watchdog is not None:
-        explained = _explain_by_watchdog(error, root, timeout_s, watchdog, bool(_gone_ranks(world, folder)))
+        explained = _explain_by_watchdog(error, root, timeout_s, watchdog, lambda: bool(_gone_ranks(world, folder)))
         if explained is not None:
             return explained
     if isinstance(error, CollectiveError):
@@ -59,10 +61,11 @@ def explain_communication_error(
 
 
 def _explain_by_watchdog(
-    error: BaseException, root: BaseException, timeout_s: float, watchdog: Watchdog, is_gone: bool
+    error: BaseException, root: BaseException, timeout_s: float, watchdog: Watchdog, is_gone: Callable[[], bool]
 ) -> CollectiveError | None:
     """Returns an error with the first line of a report; None if the error is another one than a timeout or a
-    mismatch, or if a rank that could not answer is gone, unless another rank has written a report before."""
+    mismatch, or if a rank that could not answer is gone, unless another rank has written a report or writes one now:
+    a rank that gives up waiting closes its connections, and its peers fail before it has asked them."""
     finding = watchdog.recent_finding()
     if finding is not None:
         return _error_of(finding)
@@ -70,9 +73,12 @@ def _explain_by_watchdog(
     is_ours = isinstance(root, CollectiveError)
     given = message if is_ours and _MISMATCH_MESSAGE.search(message) else None
     is_late = isinstance(root, TimeoutError) or bool(_LATE_MESSAGE.search(message))
-    if is_gone or not (is_late or given or (not is_ours and _GLOO_MISMATCH_MESSAGE.search(message))):
+    if is_gone():
         return None
-    finding = watchdog.find_cause(error, f"{NO_ANSWER} {timeout_s:g} s" if is_late else "", given)
+    if is_late or given or (not is_ours and _GLOO_MISMATCH_MESSAGE.search(message)):
+        finding = watchdog.find_cause(error, f"{NO_ANSWER} {timeout_s:g} s" if is_late else "", given)
+    elif _BROKEN_MESSAGE.search(message):
+        finding = watchdog.await_finding(error, is_gone)
     return None if finding is None else _error_of(finding)
 
 

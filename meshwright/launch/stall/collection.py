@@ -61,7 +61,7 @@ class Collection:
         is the line if it is known already; `reason` follows the line."""
         records = self._gather()
         if self._store.add(self._key("writer"), 1) > 1:
-            finding = self._wait_for_line()
+            finding = self._wait_for_line(_WRITE_S)
             if finding is not None:
                 return finding
         missing = {rank: describe_missing(rank) for rank in range(self._size) if rank not in records}
@@ -81,8 +81,12 @@ class Collection:
         there = {rank: key for rank, key in keys.items() if self._store.check([key])}
         return {rank: RankRecord.from_json(read(self._store, key)) for rank, key in there.items()}
 
-    def _wait_for_line(self) -> Finding | None:
-        deadline = time.monotonic() + _WRITE_S
+    def wait_for_finding(self) -> Finding | None:
+        """Waits until the rank that asked has gathered the records and written the report."""
+        return self._wait_for_line(_ANSWER_S + _WRITE_S)
+
+    def _wait_for_line(self, timeout_s: float) -> Finding | None:
+        deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             finding = self.published()
             if finding is not None:

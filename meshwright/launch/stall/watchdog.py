@@ -21,7 +21,9 @@ from meshwright.launch.torch_private import another_connection
 from meshwright.launch.world import World
 
 _POLL_S = 0.5
+_ASKED_POLL_S = 0.05
 _SAME_STALL_S = 10.0  # ranks that ask within this time ask about the same stall
+_ASKED_S = 2.0  # how long a rank that has closed its connections may take to ask the others
 _LATER_THAN_TIMEOUT_S = 5.0  # ranks that wait for others fail by themselves at the timeout
 _EARLIER_THAN_TIMEOUT = 0.95  # of the timeout: NCCL ends the process at the timeout
 
@@ -66,7 +68,7 @@ class Watchdog:
         self._error = error
         try:
             with self._lock:
-                if self._collections and time.monotonic() - self._answered_at < _SAME_STALL_S:
+                if self._has_answered_recently():
                     collection = self._collection(self._collections)  # another rank has asked a moment ago
                 else:
                     collection = self._collection(self._collections + 1)
@@ -78,10 +80,24 @@ class Watchdog:
 
     def recent_finding(self) -> Finding | None:
         """Returns what another rank has found a moment ago; None if none has."""
-        if not self._collections or time.monotonic() - self._answered_at > _SAME_STALL_S:
+        if not self._has_answered_recently():
             return None
         with suppress(RuntimeError, OSError, ValueError):
             return self._collection(self._collections).published()
+        return None
+
+    def await_finding(self, error: BaseException, is_gone: Callable[[], bool]) -> Finding | None:
+        """Returns what another rank finds, for a rank whose connection to it broke with `error`; None if none asks
+        within `_ASKED_S`, or if `is_gone` says that a rank could not ask any more."""
+        self._error = error
+        deadline = time.monotonic() + _ASKED_S
+        with suppress(RuntimeError, OSError, ValueError):
+            while not self._has_answered_recently():
+                if is_gone() or time.monotonic() > deadline:
+                    return None
+                self._answer_if_asked()
+                time.sleep(_ASKED_POLL_S)
+            return self._collection(self._collections).wait_for_finding()
         return None
 
     def stop(self) -> None:
@@ -123,6 +139,9 @@ class Watchdog:
         waiting = names.waiting() if names is not None else None
         position = find_position(stack_of(sys._current_frames().get(self._thread_id)))
         self._heartbeat.note_place(waiting or position.exchange or position.place)
+
+    def _has_answered_recently(self) -> bool:
+        return self._collections > 0 and time.monotonic() - self._answered_at <= _SAME_STALL_S
 
     def _answer_if_asked(self) -> None:
         with self._lock:

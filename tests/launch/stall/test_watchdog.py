@@ -15,6 +15,7 @@ from meshwright.launch.world import World
 from tests.ranks import RankPool
 
 TIMEOUT_S = 1.0
+LONG_S = 60.0
 
 
 class Stuck(nn.Module):
@@ -30,7 +31,8 @@ class Stuck(nn.Module):
 
 
 def find_causes(rank: int, world_size: int, folder: str) -> list[str]:
-    """Returns the lines that rank 0 finds for each fault of rank 1, and what its heartbeat said in the first one."""
+    """Returns the lines that rank 0 finds for each fault of rank 1, and what its heartbeat said in the first one, in
+    which rank 0 gives up waiting. In the second one, rank 1 gives up, and rank 0 loses the connection to it."""
     store = default_store()
     assert store is not None
     world = World(rank, rank, world_size, world_size, 0, torch.device("cpu"), None)
@@ -42,7 +44,9 @@ def find_causes(rank: int, world_size: int, folder: str) -> list[str]:
     for fault in ("late", "operation"):
         group = dist.new_group()
         dist.barrier(group)  # connects the ranks, which may take longer than the timeout
-        set_default_timeout(group._get_backend(torch.device("cpu")), timedelta(seconds=TIMEOUT_S))
+        gives_up = rank == ("late", "operation").index(fault)
+        timeout = timedelta(seconds=TIMEOUT_S if gives_up else LONG_S)
+        set_default_timeout(group._get_backend(torch.device("cpu")), timeout)
         part = dist.PrefixStore(fault, store)
         try:
             if rank == 0:
