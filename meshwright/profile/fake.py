@@ -2,8 +2,10 @@
 
 import copy
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,15 +97,30 @@ def one_sequence_per_row(sample: Any) -> Iterator[None]:
     nothing.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
-    find_packed = getattr(masks, "find_packed_sequence_indices", None)
-    if find_packed is None or _has_positions(sample):
+    if not hasattr(masks, "find_packed_sequence_indices") or _has_positions(sample):
         yield
         return
-    masks.find_packed_sequence_indices = lambda *_, **__: None
+    thread = threading.get_ident()
+    with _PATCHING:
+        if not _TRACING:
+            masks.find_packed_sequence_indices = partial(_find_packed, masks.find_packed_sequence_indices)
+        _TRACING.append(thread)
     try:
         yield
     finally:
-        masks.find_packed_sequence_indices = find_packed
+        with _PATCHING:
+            _TRACING.remove(thread)
+            if not _TRACING:
+                (masks.find_packed_sequence_indices,) = masks.find_packed_sequence_indices.args
+
+
+# The function of the library is replaced for the whole process, and several threads may trace at the same time.
+_PATCHING = threading.Lock()
+_TRACING: list[int] = []  # the threads within `one_sequence_per_row`
+
+
+def _find_packed(find_packed: Any, *args: Any, **kwargs: Any) -> Any:
+    return None if threading.get_ident() in _TRACING else find_packed(*args, **kwargs)
 
 
 def _has_positions(sample: Any) -> bool:
