@@ -51,7 +51,9 @@ def load_items(dataset: Dataset[Any], loading: LoadingOptions, keys: Iterable[An
             except RuntimeError as error:
                 if _TIMEOUT not in str(error):
                     raise
-                raise _late_worker(iterator, loading) from None
+                late = _late_worker(iterator, loading)
+                _terminate_workers(iterator)
+                raise late from None
             except MeshwrightError as error:
                 if loading.workers == 0:
                     raise
@@ -77,6 +79,12 @@ def _late_worker(iterator: Any, loading: LoadingOptions) -> RankError:
         " (data.timeout_s): it hangs in the data set's code or waits for the disk; raise data.timeout_s if its batches"
         " take that long"
     )
+
+
+def _terminate_workers(iterator: Any) -> None:
+    """Ends the workers of a loader of which one hangs: torch would first wait 5 s for each of them to end by itself."""
+    for worker in iterator._workers:
+        worker.terminate()
 
 
 @contextmanager

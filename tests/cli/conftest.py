@@ -8,15 +8,16 @@ import pytest
 import yaml
 
 import meshwright.train.run
-from meshwright import progress
+from meshwright import progress, user_code
 from meshwright.launch.local import fork_server
 from tests.cli.commands import JOB, CommandResult, RefusalOf, RunCommand, file_names, run_in_process
 
 
 @pytest.fixture(autouse=True)
 def _no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine must not add the lines of long phases to what commands print."""
+    """A busy machine must not add the lines of long phases and slow imports to what commands print."""
     monkeypatch.setattr(progress, "SHOWN_AFTER_S", 1e6)
+    monkeypatch.setattr(user_code, "SLOW_S", 1e6)
 
 
 @pytest.fixture

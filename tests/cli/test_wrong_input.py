@@ -3,8 +3,6 @@
 import gzip
 import json
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from meshwright.job import load_job
 from meshwright.plan import Plan
 from meshwright.train.output.folder import RunFolder, write_job_and_plan
 from tests.cli.commands import JOB, RefusalOf, RunCommand, file_names
+from tests.forking.forked import start_command
 
 WRONG_SETTINGS: list[tuple[str, list[str], str]] = [
     ("unknown section", ["optimizr={}"], "optimizr is not a field: did you mean 'optimizer'?"),
@@ -194,20 +193,15 @@ def test_an_error_that_only_ranks_detect_leaves_no_files_either(
     refusal_of("train", "job.yaml", "--set", "plan.axes.replicate=2")
 
 
-def test_the_entry_point_ends_with_one_line_and_exit_2(tmp_path: Path) -> None:
-    """The other tests call the entry point in this process, and do not prepare the start of ranks."""
+def test_the_entry_point_ends_with_one_line_and_exit_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other tests call the entry point in the process of the test, and do not prepare the start of ranks."""
     model = {"call": "torch.nn:Linear", "in_featurs": 20, "out_features": 2}
     (tmp_path / "job.yaml").write_text(yaml.safe_dump({**JOB, "model": model}))
-    process = subprocess.run(
-        [sys.executable, "-m", "meshwright", "train", "job.yaml"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert process.returncode == 2
-    assert process.stdout == ""
-    assert process.stderr == "meshwright: model: torch.nn:Linear takes no 'in_featurs': did you mean 'in_features'?\n"
+    monkeypatch.chdir(tmp_path)
+    process = start_command(["train", "job.yaml"])
+    output, errors = process.communicate(timeout=120)
+    assert (process.returncode, output) == (2, "")
+    assert errors == "meshwright: model: torch.nn:Linear takes no 'in_featurs': did you mean 'in_features'?\n"
     assert file_names(tmp_path) == {"job.yaml"}
 
 
