@@ -8,6 +8,7 @@ signals, and starts its ranks as `python -m meshwright` does.
 import atexit
 import importlib
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -215,6 +216,12 @@ def call(function: str, *arguments: str) -> None:
 def run_command(*words: str) -> None:
     sys.argv = ["meshwright", *words]
     importlib.import_module("meshwright.cli").main()
+
+
+def run_module(module: str, *words: str) -> None:
+    """Runs a module as `python -m` does."""
+    sys.argv = [module, *words]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def torchrun(*arguments: str) -> None:

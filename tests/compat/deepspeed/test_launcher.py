@@ -1,13 +1,12 @@
 """`python -m meshwright.compat.deepspeed` runs scripts on this machine, and says how to start other machines."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from meshwright.compat.deepspeed import launcher
 from meshwright.errors import InputError
+from tests.forking.forked import start
 
 SCRIPT = """
 import argparse
@@ -30,12 +29,13 @@ except ImportError as error:
 def test_a_script_is_run_in_two_ranks_with_the_drop_in(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "meshwright.compat.deepspeed", "--num_gpus", "2", str(script)]
-    process = subprocess.run([*command, "--deepspeed_config", "a.json"], capture_output=True, text=True, timeout=120)
-    assert process.returncode == 0, process.stderr
-    assert "rank 0 of 2 local 0 a.json" in process.stdout
-    assert "[rank 1] rank 1 of 2 local 1 a.json" in process.stdout
-    assert "has no module deepspeed.inference (docs/deepspeed.md lists what it has)" in process.stdout
+    words = ["--num_gpus", "2", str(script), "--deepspeed_config", "a.json"]
+    process = start("tests.forking.forked:run_module", "meshwright.compat.deepspeed", *words)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert "rank 0 of 2 local 0 a.json" in output
+    assert "[rank 1] rank 1 of 2 local 1 a.json" in output
+    assert "has no module deepspeed.inference (docs/deepspeed.md lists what it has)" in output
 
 
 def test_other_machines_are_answered_with_the_torchrun_command() -> None:

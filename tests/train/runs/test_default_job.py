@@ -1,11 +1,11 @@
 """The default job does what the README says of it."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.forking.forked import start_command
 
 MNIST = Path(__file__).parents[3] / "jobs" / "mnist.yaml"
 KEYS = [
@@ -29,11 +29,11 @@ KEYS = [
 
 
 def train(folder: Path, *settings: str) -> dict[str, object]:
-    command = [sys.executable, "-m", "meshwright", "train", str(MNIST), "--json", "--set", f"output={folder}"]
-    for setting in settings:
-        command += ["--set", setting]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    result: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    words = [word for setting in (f"output={folder}", *settings) for word in ("--set", setting)]
+    process = start_command(["train", str(MNIST), "--json", *words])
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    result: dict[str, object] = json.loads(output.splitlines()[-1])
     return result
 
 

@@ -1,6 +1,7 @@
 """Planted hangs and mismatches: the error, which is the first line of a report with the stacks of all ranks, names the
 rank that is stuck and its place, under our launcher and in a user's own loop under torchrun."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.errors import CollectiveError
 from tests.forking.environment import REPOSITORY
 from tests.forking.forked import start as start_process
+from tests.ranks import RankPool
 from tests.train.commands import start, write_job
+from tests.train.stalls import loop
 
 TIMEOUT_S = 6.0  # joining may take as long where cores are busy
 BUCKET = r"gradient exchange of blocks\.0\.linear to head \(bucket 0\)"
@@ -84,9 +88,27 @@ def test_a_job_names_the_rank_and_its_place(tmp_path: Path, fault: str) -> None:
     check(line, LINES[fault], report)
 
 
-@pytest.mark.parametrize(
-    "fault", ["order", *(pytest.param(fault, marks=pytest.mark.soak) for fault in LINES if fault != "order")]
-)
+def error_of_loop(rank: int, size: int, fault: str) -> tuple[str, str | None]:
+    """Returns the line and the report of the error that a user's own loop raises."""
+    os.environ["RANK"] = str(rank)  # which torchrun would set
+    with pytest.raises(CollectiveError) as error:
+        loop.main(fault, str(TIMEOUT_S))
+    return str(error.value), error.value.report
+
+
+def test_a_loop_names_the_rank_and_its_place() -> None:
+    pool = RankPool(2)  # whose ranks are of no use afterwards
+    try:
+        (line, report), (same_line, _) = pool.run(error_of_loop, "order")
+    finally:
+        pool.close()
+    assert report is not None
+    check(line, LINES["order"], Path(report))
+    assert line == same_line
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("fault", LINES)
 def test_a_loop_under_torchrun_names_the_rank_and_its_place(
     tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
