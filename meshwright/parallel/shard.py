@@ -37,7 +37,7 @@ from meshwright.blocks.recompute import find_blocks
 from meshwright.collectives.wait_clock import WAIT_CLOCK
 from meshwright.errors import InputError
 from meshwright.output_trees import register_dataclasses
-from meshwright.parallel.expert.divide import divided_layers, divided_parameters
+from meshwright.parallel.expert.divide import divided_layers, divided_parameters, expert_placement
 from meshwright.parallel.mesh import has_axis, joined_axes
 from meshwright.parallel.pipeline.check import shared_between_stages_error
 from meshwright.parallel.pipeline.remote_modules import RemoteModule
@@ -146,6 +146,7 @@ def _shard_experts(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> set[nn.Pa
             mesh=sharding,
             reshard_after_forward=plan.memory.sharding == "parameters",
             mp_policy=sharding_policy(plan),
+            shard_placement_fn=partial(expert_placement, ranks=sharding.size(-1)),
         )
     return set()
 

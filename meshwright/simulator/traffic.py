@@ -266,11 +266,12 @@ def _padded_bytes(parameter: Parameter, ranks: int) -> float:
 
 
 def _divided_bytes(parameter: Parameter, experts: int, ranks: int) -> float:
-    """The bytes of a rank's part of stacked experts when its shards on `ranks` ranks have equally many rows. If experts
-    are a list of modules, `ranks` is 1."""
-    if ranks == 1:
-        return parameter.bytes / experts
+    """The bytes of a rank's part of stacked experts when its shards on `ranks` ranks are equally large: of whole
+    experts or, where `ranks` does not divide them, of the rows of each expert, if it divides these. If experts are a
+    list of modules, `ranks` is 1."""
     rows = parameter.shape[0] // experts
+    if ranks == 1 or (rows % ranks and parameter.shape[1] % ranks == 0):
+        return parameter.bytes / experts
     return _padded_bytes(replace(parameter, shape=(rows, *parameter.shape[1:])), ranks) / experts
 
 

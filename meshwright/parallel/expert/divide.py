@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 from meshwright.parallel.differentiable_collectives import AxisGroup
 from meshwright.parallel.expert.listed import ListedExperts, RemoteExpert
@@ -98,3 +99,9 @@ def divided_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
         elif isinstance(forward, ListedExperts):
             for expert in forward.local_experts:
                 yield from expert.parameters()
+
+
+def expert_placement(weight: nn.Parameter, ranks: int) -> Shard | None:
+    """How FSDP2 shards weights of stacked experts over these ranks; None for its default, the first dimension. With
+    fewer experts than ranks, some would hold whole experts and others nothing: then it is the second dimension."""
+    return Shard(1) if weight.shape[0] % ranks and weight.shape[1] % ranks == 0 else None

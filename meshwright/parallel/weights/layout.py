@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.parallel.differentiable_collectives import AxisGroup, ShardRanges, all_gather_tensor, consecutive_ranges
 from meshwright.parallel.torch_private import local_shape_and_offset
@@ -123,28 +123,20 @@ def whole_shape(tensor: Tensor, layout: ParameterLayout | None) -> tuple[int, ..
     return layout.shape if layout else tuple(tensor.shape)
 
 
-def local_rows(tensor: Tensor) -> tuple[int, int]:
-    """The first row and the number of rows that this rank holds of a tensor that FSDP2 may have divided."""
-    if isinstance(tensor, DTensor):
-        sizes, offsets = local_shape_and_offset(tensor)
-        return (offsets[0], sizes[0]) if tensor.dim() else (0, 1)
-    return (0, tensor.shape[0]) if tensor.dim() else (0, 1)
-
-
 def shard_regions(tensor: Tensor, layout: ParameterLayout | None) -> tuple[ShardRegion, ...]:
     """The regions that this rank holds of a parameter, or of a tensor of the same shape such as its optimizer state.
     Regions without elements are left out."""
     if tensor.dim() == 0:
         return (ShardRegion((), (), ()),)
-    first, rows = local_rows(tensor)
     shape, begin = tuple(tensor.shape), 0
+    local_sizes, starts = local_shape_and_offset(tensor) if isinstance(tensor, DTensor) else (shape, (0,) * len(shape))
     regions: list[ShardRegion] = []
     dim, ranges = (layout.dim, layout.ranges) if layout else (0, ((0, shape[0]),))
     for first_of_range, length in ranges:  # the range is [begin, begin + length) of the shard along `dim`
-        offsets, sizes, local_offsets = [first, *[0] * (len(shape) - 1)], [rows, *shape[1:]], [0] * len(shape)
-        low, high = (max(begin, first), min(begin + length, first + rows)) if dim == 0 else (begin, begin + length)
+        offsets, sizes, local_offsets = list(starts), list(local_sizes), [0] * len(shape)
+        low, high = max(begin, starts[dim]), min(begin + length, starts[dim] + local_sizes[dim])
         offsets[dim], sizes[dim] = first_of_range + low - begin, max(0, high - low)
-        local_offsets[dim] = low - first if dim == 0 else low
+        local_offsets[dim] = low - starts[dim]
         regions.append(ShardRegion(tuple(offsets), tuple(sizes), tuple(local_offsets)))
         begin += length
     return tuple(region for region in regions if all(region.sizes))
@@ -187,9 +179,9 @@ def _narrow(tensor: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) ->
 def _gather_rows(tensor: DTensor) -> Tensor:
     """The whole tensor, gathered from FSDP2's shards. `DTensor.full_tensor` is not used, because it crashes the process
     if CUDA tensors are sent over Gloo."""
-    (axis,) = [number for number, placement in enumerate(tensor.placements) if placement.is_shard()]
+    ((axis, placement),) = [pair for pair in enumerate(tensor.placements) if isinstance(pair[1], Shard)]
     group = tensor.device_mesh.get_group(axis)
-    rows, ranks = tensor.shape[0], group.size()
+    rows, ranks = tensor.shape[placement.dim], group.size()
     chunk = -(-rows // ranks)
-    division = consecutive_ranges(0, [max(0, min(chunk, rows - chunk * rank)) for rank in range(ranks)])
+    division = consecutive_ranges(placement.dim, [max(0, min(chunk, rows - chunk * rank)) for rank in range(ranks)])
     return all_gather_tensor(tensor.to_local(), division, AxisGroup(group, group.rank(), ranks, "shard"))

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.parallel.weights.layout import local_tensor
 from meshwright.plan import Plan
 from meshwright.train.session import Session
-from meshwright.workloads.text.decoder import NextTokenLoss
+from meshwright.workloads.text.decoder import Decoder, NextTokenLoss
 from tests.proof.models.transformers_models import ListedMixture
 from tests.ranks import RankPool
 from tests.zoo import LENGTH, WORDS, mixture
@@ -24,17 +25,23 @@ PLANS: tuple[dict[str, int], ...] = (
 
 def tokens(kind: str, size: int) -> Any:
     values = torch.randint(0, WORDS, (size, LENGTH), generator=torch.Generator().manual_seed(3))
-    if kind == "stacked":
+    if kind != "list":
         return values, values
     ids = values % 32
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
 
+def two_experts() -> Decoder:
+    """Under shard 4 and expert 2, two ranks share one expert: they shard its second dimension."""
+    experts = {"number": 2, "top_k": 1}
+    return Decoder(2, 16, 4, LENGTH, WORDS, positions="rotary", activation="swiglu", feedforward=16, experts=experts)
+
+
 def session_under(axes: dict[str, int], kind: str) -> Session:
     torch.manual_seed(5)
-    model = mixture() if kind == "stacked" else ListedMixture()
+    model = {"stacked": mixture, "two experts": two_experts, "list": ListedMixture}[kind]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)  # the default on GPUs
-    loss = NextTokenLoss() if kind == "stacked" else None
+    loss = None if kind == "list" else NextTokenLoss()
     return mw.parallelize(
         model, optimizer, loss=loss, plan=Plan.model_validate({"axes": axes}), sample_batch=tokens(kind, 8)
     )
@@ -65,3 +72,17 @@ def test_a_run_with_stacked_experts_goes_on_under_other_plans(four: RankPool, tm
 
 def test_a_run_with_a_list_of_experts_goes_on_under_other_plans(four: RankPool, tmp_path: Path) -> None:
     four.run(save_and_load, "list", list(PLANS[1:]), tmp_path)
+
+
+def test_a_run_with_fewer_experts_than_ranks_goes_on_under_other_plans(four: RankPool, tmp_path: Path) -> None:
+    four.run(save_and_load, "two experts", [PLANS[0], PLANS[3], PLANS[0]], tmp_path)
+
+
+def held_experts(rank: int, size: int) -> int:
+    parameters = session_under(PLANS[0], "two experts").parallel.parameters()
+    return sum(local_tensor(p).numel() for name, p in parameters.items() if ".experts." in name)
+
+
+def test_ranks_that_share_an_expert_hold_equal_parts_of_it(four: RankPool) -> None:
+    whole = sum(p.numel() for name, p in two_experts().named_parameters() if ".experts." in name)
+    assert four.run(held_experts) == [whole // 4] * 4
