@@ -67,7 +67,7 @@ FOLDERS = {
     "export": ("configurations", "launch_files"),
     "launch": ("token", "network", "launchers", "stall", "local", "nodes"),
     "parallel": ("weights", "tensor", "context", "pipeline", "branches", "replicate", "expert", "chunked_loss"),
-    "planner": ("constraints", "explanation", "questions"),
+    "planner": ("constraints", "unequal", "explanation", "questions"),
     "profile": ("structure", "tracing"),
     "proof": ("reference", "record", "compare", "causes"),
     "report": ("run", "plans", "benches", "questions"),

@@ -163,7 +163,9 @@ def plan_of_job(parts: JobParts, cluster: Cluster, plan: "Plan | Literal['auto']
         if plan.numerics.precision == "auto":
             return JobPlan(plan)  # the run measures which precision is the fastest
         profile = profiles.get(plan.numerics.precision, plan.memory.recompute)
-        ranks = cluster.with_device_count(min(plan.world_size, cluster.device_count))
+        ranks = cluster
+        if cluster.is_uniform or plan.world_size > cluster.device_count:
+            ranks = cluster.with_device_count(min(plan.world_size, cluster.device_count))
         prediction = predict_plan(ranks, profile, plan, inputs.global_batch, inputs.optimizer, runtime=inputs.runtime)
         return JobPlan(plan, prediction.step_s, prediction=prediction)
     except MeshwrightError:  # the model cannot be traced, or no plan is predicted to fit: train anyway

@@ -33,6 +33,7 @@ from meshwright.launch.world import World
 
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "point_to_point")
 _ROUNDS = 3
+_AS_FAST = 0.8  # a chosen value: measured rates of equal machines differ by less, also under some load
 _LONGEST_S = 0.5  # larger messages are not measured on a link on which a message takes longer
 
 Points = dict[Collective, list[tuple[int, float]]]  # (bytes, seconds)
@@ -179,12 +180,14 @@ def _link_to_first(points: Points) -> tuple[float, float]:
 def _cluster(
     nodes: Sequence[Node], links: Sequence[tuple[float, float]], curves: Sequence[tuple[int, int, Points]]
 ) -> Cluster:
-    """The cluster of the machines. Machines with equal devices are one node with a number; the measurements of its
-    first machine stand for all."""
-    equal: dict[tuple[str, int, int], list[Node]] = {}
+    """The cluster of the machines, in the order of their ranks. Neighbours with equal devices that are about equally
+    fast are one node with a number; the measurements of its first machine stand for all."""
+    grouped: list[Node] = []
     for node in nodes:
-        equal.setdefault((node.device.name, node.count, node.cores), []).append(node)
-    grouped = tuple(same[0].model_copy(update={"number": len(same)}) for same in equal.values())
+        if grouped and _is_as_fast(node, grouped[-1]):
+            grouped[-1] = grouped[-1].model_copy(update={"number": grouped[-1].number + 1})
+        else:
+            grouped.append(node)
     source = f"measured: torch {torch.__version__}, {date.today().isoformat()}"
     link = None
     if len(nodes) > 1:
@@ -201,4 +204,15 @@ def _cluster(
             },
             sources={"bandwidth_bytes_per_s": source, "latency_s": source},
         )
-    return Cluster(name=f"{len(nodes)} machines", nodes=grouped, link=link, based_on="measured")
+    return Cluster(name=f"{len(nodes)} machines", nodes=tuple(grouped), link=link, based_on="measured")
+
+
+def _is_as_fast(node: Node, other: Node) -> bool:
+    """Whether a machine has as many devices of the same name as another, and about as fast ones."""
+    device, rates = node.device, other.device.rates
+    if (device.name, node.count, node.cores) != (other.device.name, other.count, other.cores):
+        return False
+    slower = [
+        min(rate, rates[dtype]) / max(rate, rates[dtype]) for dtype, rate in device.rates.items() if rates.get(dtype)
+    ]
+    return min(slower, default=1.0) >= _AS_FAST

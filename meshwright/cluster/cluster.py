@@ -219,6 +219,11 @@ class Node(_FrozenValue):
     number: Devices = 1
     host_memory_bytes: MemoryBytes | None = None
 
+    def is_alike(self, other: "Node") -> bool:
+        """Whether a rank on this node is as fast as on the other, and has as much memory."""
+        has_as_many_cores = self.device.kind != "cpu" or self.cores * other.count == other.cores * self.count
+        return has_as_many_cores and (self.device is other.device or self.device == other.device)
+
 
 class Cluster(_FrozenValue):
     """Nodes, which may differ, and the link between them (None for one node). `based_on` says where the constants come
@@ -242,6 +247,10 @@ class Cluster(_FrozenValue):
         kinds = sorted({node.device.kind for node in self.nodes})
         if len(kinds) > 1:
             raise ValueError(f"nodes mix devices of kind {' and '.join(kinds)}: a plan runs on one kind")
+        platforms = {node.device.platform: node.device.name for node in self.nodes}
+        if len(platforms) > 1:
+            words = " and ".join(f"{platform} ({name})" for platform, name in platforms.items())
+            raise ValueError(f"nodes mix devices of the platforms {words}, whose ranks cannot exchange tensors")
         if sum(node.number for node in self.nodes) > 1 and self.link is None:
             raise ValueError("link is missing: several nodes need one between them, such as InfiniBand-HDR")
         if self.based_on != "detected":
@@ -265,6 +274,20 @@ class Cluster(_FrozenValue):
     def device_count(self) -> int:
         """The number of devices on all nodes, each of which can run one rank."""
         return sum(node.count * node.number for node in self.nodes)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all ranks have equal devices and, on CPUs, equally many cores."""
+        return all(node.is_alike(self.nodes[0]) for node in self.nodes[1:])
+
+    @property
+    def kinds(self) -> tuple[Node, ...]:
+        """The first node of each kind of device."""
+        kinds: list[Node] = []
+        for node in self.nodes:
+            if not any(node.is_alike(other) for other in kinds):
+                kinds.append(node)
+        return tuple(kinds)
 
     @property
     def kind(self) -> DeviceKind:

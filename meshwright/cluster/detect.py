@@ -19,8 +19,8 @@ Measure = Callable[[Cluster], Cluster]
 
 def find_cluster(name: str, measure: Measure | None = None) -> Cluster:
     """Returns the cluster with this name. `local` is every GPU of this machine or, without GPUs, one CPU device per
-    usable core; `3xcpu` is three CPU devices that share all usable cores; other names are catalog devices or YAML
-    files.
+    usable core; `3xcpu` is three CPU devices that share all usable cores; other names are catalog devices, joined by
+    `+` if they are not alike, or YAML files.
 
     With `measure` (`probe.measure_machine`), this machine is measured if the cache has no earlier measurement. Without
     `measure`, an earlier measurement is used if there is one; otherwise the cluster has only the constants that can be
@@ -28,7 +28,9 @@ def find_cluster(name: str, measure: Measure | None = None) -> Cluster:
     """
     if is_file(name):
         return load_cluster(name)
-    counts, word, links = parse_cluster_name(name)
+    if "+" in name:
+        return cluster_from_name(name)
+    counts, word, links = parse_cluster_name(name, name)
     if word.lower() == "local":
         if counts or links:
             raise InputError(

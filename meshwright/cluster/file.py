@@ -7,7 +7,7 @@ from typing import Any
 from meshwright.cluster.cache import calibrated_device
 from meshwright.cluster.catalog import CatalogEntry, find_entry, find_link
 from meshwright.cluster.cluster import Cluster, Device
-from meshwright.cluster.names import basis
+from meshwright.cluster.names import as_neighbours, basis
 from meshwright.errors import InputError
 from meshwright.files.user_path import user_path
 from meshwright.files.yaml_file import read_mapping, validate
@@ -23,7 +23,8 @@ def load_device(path: str | Path) -> Device:
 
 def load_cluster(path: str | Path) -> Cluster:
     """Reads a cluster. A node without `count` has one device. A node without `link` or `cores` gets the link or the
-    cores of the machine that its device is usually part of, if the catalog has the device."""
+    cores of the machine that its device is usually part of, if the catalog has the device. Nodes with equal devices
+    become neighbours, unless they were measured in the order of their ranks."""
     file = user_path(path, "the cluster file")
     raw = {"name": file.stem, **read_mapping(file, "cluster")}
     nodes = raw.get("nodes")
@@ -32,6 +33,8 @@ def load_cluster(path: str | Path) -> Cluster:
     if isinstance(raw.get("link"), str):
         raw["link"] = _named_link(raw["link"], f"{file}: link")
     cluster = validate(Cluster, raw, str(path))
+    if cluster.based_on != "measured":
+        cluster = cluster.model_copy(update={"nodes": as_neighbours(cluster.nodes)})
     if "based_on" in raw:
         return cluster
     return cluster.model_copy(update={"based_on": basis(*(node.device for node in cluster.nodes))})

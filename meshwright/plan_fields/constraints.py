@@ -39,10 +39,12 @@ _NO_FEATURES = (
     *("pipeline.schedule", "pipeline.microbatches", "pipeline.cuts", "memory.sharding", "numerics.precision"),
     *("gradients.bucket_bytes", "gradients.precision", "gradients.updates", "gradients.staleness"),
     *("gradients.local_after", "compute.compile_mode", "compute.threads", "modules.attention_exchange"),
-    "shares.samples",
 )
+_WORDS = {"shares.samples": "shares"}  # fields that have another word than their name
 FEATURES: dict[str, str] = {
-    name.partition(".")[2]: name for name in FIELDS if name not in _NO_FEATURES and name != "modules.loss"
+    _WORDS.get(name, name.partition(".")[2]): name
+    for name in FIELDS
+    if name not in _NO_FEATURES and name != "modules.loss"
 }
 """The words that `avoid` takes, and the field of each."""
 

@@ -37,6 +37,7 @@ from meshwright.planner.candidates import AxisSizes, Candidate
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.model_summary import ModelSummary, PieceSummary
 from meshwright.planner.pipeline_bounds import PieceSums, PrefixSums, StageSeconds, in_flight, span_lower_bound
+from meshwright.planner.unequal.division import slowdown
 from meshwright.simulator.communication.collectives import collective_s, overlap
 from meshwright.simulator.communication.placement import RankGroup, group_of_axes
 from meshwright.simulator.experts import expert_group, gathered_share, routed_bytes
@@ -95,6 +96,7 @@ class BoundCalculator:
     def __post_init__(self) -> None:
         sent = sorted(piece.sent_bytes for piece in self.summary.pieces if piece.cuttable)
         self._median_sent_bytes = sent[len(sent) // 2] if sent else 0.0
+        self._slowdown = slowdown(self.summary, self.inputs)
 
     def bounds(self, candidate: Candidate) -> Bounds | None:
         """Returns the bounds of a candidate, or None if the model cannot be cut into the candidate's number of
@@ -106,7 +108,7 @@ class BoundCalculator:
         if stages is None:
             return None
         passes = self._passes(candidate, stages)
-        guess_s = passes.span_s + self._communication_s(candidate, stages, passes)
+        guess_s = self._slowdown * passes.span_s + self._communication_s(candidate, stages, passes)
         floor_s = passes.span_s - (self._wide_layers_s(candidate) if candidate.sizes.splits_wide_layers else 0.0)
         return Bounds(self.memory_floor(candidate, stages), floor_s, guess_s)
 

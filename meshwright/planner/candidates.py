@@ -30,6 +30,7 @@ from meshwright.planner.constraints.contradictions import no_plan_keeps
 from meshwright.planner.constraints.space import fixed_or, keeps_axes, microbatch_counts, schedules, shard_sizes
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.model_summary import ModelSummary
+from meshwright.simulator.data_ranks import groups_are_alike
 from meshwright.simulator.pipeline.order import check_schedule
 
 Recompute = Literal["none", "selective", "full"]
@@ -164,7 +165,7 @@ def possible_axis_sizes(summary: ModelSummary, inputs: PlanningInputs) -> list[A
     kept = [sizes for sizes in dict.fromkeys(all_sizes) if keeps_axes(inputs, sizes)]
     if not kept:
         raise InputError(no_plan_keeps(inputs))
-    return kept
+    return [sizes for sizes in kept if groups_are_alike(sizes.axes, inputs.cluster)] or kept
 
 
 def _sizes_for(summary: ModelSummary, inputs: PlanningInputs, ranks: int) -> Iterator[AxisSizes]:

@@ -63,7 +63,7 @@ def plan_that_fits(plan: Plan, inputs: PlanningInputs, predict: Predict, profile
     """Returns the plan and its prediction. If it does not fit, but does with a loss in chunks, it is returned with the
     fewest chunks that fit."""
     prediction = predict(plan)
-    if inputs.allow == "same" or prediction.memory.device_bytes <= inputs.capacity_bytes:
+    if inputs.allow == "same" or inputs.fits(prediction):
         return plan, prediction
     choices = _chunks(plan, prediction, traits_of(profile), _CHUNK_TOKENS)
     return next(_predicted(plan, choices, inputs, predict), (plan, prediction))
@@ -101,7 +101,7 @@ def _predicted(plan: Plan, choices: _Choices, inputs: PlanningInputs, predict: P
         variant = plan.model_copy(update=groups)
         if _is_accepted(variant, inputs):
             prediction = predict(variant)
-            if prediction.memory.device_bytes <= inputs.capacity_bytes:
+            if inputs.fits(prediction):
                 yield variant, prediction
 
 

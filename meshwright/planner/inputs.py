@@ -16,6 +16,8 @@ from meshwright.plan_fields.effects import Numerics
 from meshwright.planner.profiles import Profiles
 from meshwright.profile.optimizer import OptimizerCost
 from meshwright.profile.values import ModelProfile
+from meshwright.simulator.compute.passes import product_dtype
+from meshwright.simulator.predict import Prediction
 from meshwright.simulator.runtime import OUR_RUNTIME, Runtime
 
 # The share of a device's memory that a plan leaves free for what is not simulated, such as fragmentation and the
@@ -81,15 +83,39 @@ class PlanningInputs:
 
     @property
     def device(self) -> Device:
-        """The device with the least memory. It decides which plans fit, because all ranks have equal shares."""
+        """The device with the least memory."""
         return min((node.device for node in self.cluster.nodes), key=lambda device: device.memory_bytes)
+
+    def fastest_device(self, precision: str) -> Device:
+        """The device with the highest rate in this precision."""
+        dtype = product_dtype(precision)
+        return max((node.device for node in self.cluster.nodes), key=lambda d: d.rates.get(dtype, d.rates["fp32"]))
 
     @property
     def capacity_bytes(self) -> int:
+        """How many bytes of the memory of the smallest device a plan may use."""
+        return self.capacity_of(self.device)
+
+    @property
+    def largest_capacity_bytes(self) -> int:
+        """How many bytes of the memory of the largest device a plan may use."""
+        return max(self.capacity_of(node.device) for node in self.cluster.nodes)
+
+    def capacity_of(self, device: Device) -> int:
         """How many bytes of a device's memory a plan may use: all but the margin, or the limit of the constraints."""
-        without_margin = int(self.device.memory_bytes * (1 - self.memory_margin))
+        without_margin = int(device.memory_bytes * (1 - self.memory_margin))
         limit = self.constraints.max_memory
         return without_margin if limit is None else min(limit, without_margin)
+
+    def fits(self, prediction: Prediction) -> bool:
+        """Whether each rank needs no more memory than a plan may use of its device."""
+        if not prediction.groups:
+            return prediction.memory.device_bytes <= self.capacity_bytes
+        return all(
+            memory.device_bytes <= self.capacity_of(node.device)
+            for group in prediction.groups
+            for memory, node in zip(group.memory, group.group.nodes, strict=True)
+        )
 
     @property
     def devices_per_node(self) -> int:
@@ -99,7 +125,7 @@ class PlanningInputs:
 
     def precisions_to_try(self) -> tuple[str, ...]:
         """The precision that the constraints fix, if they do. Only fp32 unless plans may change the arithmetic; else
-        `precisions` if given. Otherwise the first of bf16 and fp16 that the device computes faster than fp32 (on CPUs
+        `precisions` if given. Otherwise the first of bf16 and fp16 that all devices compute faster than fp32 (on CPUs
         also fp32, which may be faster for this model), or else tf32 or fp32."""
         fixed = self.constraints.fixed.get("numerics.precision")
         if fixed is not None:
@@ -111,12 +137,13 @@ class PlanningInputs:
             return self.precisions
         lower = next((dtype for dtype in _LOWER_PRECISIONS if dtype not in excluded and self._speeds_up(dtype)), None)
         if lower is None:
-            return ("tf32",) if self.device.accelerates("tf32") and "tf32" not in excluded else (_FULL,)
+            has_tf32 = all(node.device.accelerates("tf32") for node in self.cluster.nodes)
+            return ("tf32",) if has_tf32 and "tf32" not in excluded else (_FULL,)
         return (lower, _FULL) if self.device.kind == "cpu" else (lower,)
 
     def _speeds_up(self, dtype: Dtype) -> bool:
-        rates = self.device.rates
-        return self.device.accelerates(dtype) and rates.get(dtype, 0.0) > rates.get("fp32", 0.0)
+        devices = [node.device for node in self.cluster.nodes]
+        return all(d.accelerates(dtype) and d.rates.get(dtype, 0.0) > d.rates.get("fp32", 0.0) for d in devices)
 
 
 def with_measured_operators(inputs: PlanningInputs, profiles: Profiles, budget_s: float = BUDGET_S) -> PlanningInputs:

@@ -9,7 +9,7 @@ from math import gcd
 from typing import Literal
 
 from meshwright.blocks.module_names import is_inside
-from meshwright.cluster.cluster import Device
+from meshwright.cluster.cluster import Device, Node
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Axes, Modules, Split
 from meshwright.planner.cuts import balanced
@@ -88,6 +88,7 @@ class ModelSummary:
     _rank_pieces: dict[tuple[int, str], tuple[PieceSummary, ...]] = field(default_factory=dict)
     _recompute_profiles: dict[str, ModelProfile] = field(default_factory=dict)
     _cuts: dict[tuple[int, str], tuple[int, ...] | None] = field(default_factory=dict)
+    _on_nodes: "list[tuple[Node, ModelSummary]]" = field(default_factory=list)
 
     @property
     def structure(self) -> Structure | None:
@@ -247,13 +248,28 @@ class ModelSummary:
             fits = len(self.fixed_cuts) == stages - 1
             self._cuts[key] = tuple(indices[name] for name in self.fixed_cuts) if fits else None
         if key not in self._cuts:
-            recomputed = self.recomputed_share(recompute)
-            costs = [
-                forward + backward + (recomputed * forward if piece.recomputable else 0.0)
-                for piece, (forward, backward) in zip(self.pieces, self.piece_seconds(1), strict=True)
-            ]
-            self._cuts[key] = balanced(costs, [piece.cuttable for piece in self.pieces], stages)
+            self._cuts[key] = balanced(
+                self.piece_costs(recompute, 1), [piece.cuttable for piece in self.pieces], stages
+            )
         return self._cuts[key]
+
+    def piece_costs(self, recompute: str, batch: float) -> list[float]:
+        """The seconds of both passes of every piece, at this level of recomputation."""
+        recomputed = self.recomputed_share(recompute)
+        return [
+            forward + backward + (recomputed * forward if piece.recomputable else 0.0)
+            for piece, (forward, backward) in zip(self.pieces, self.piece_seconds(batch), strict=True)
+        ]
+
+    def on(self, node: Node) -> "ModelSummary":
+        """The summary of the same model on the device of another node, with the cores of one of its ranks."""
+        for known, summary in self._on_nodes:
+            if known.is_alike(node):
+                return summary
+        cores = max(1, node.cores // node.count) if node.device.kind == "cpu" else 1
+        summary = ModelSummary(self.profile, node.device, cores, self.memory_layout)
+        self._on_nodes.append((node, summary))
+        return summary
 
 
 def _piece_seconds(

@@ -35,7 +35,7 @@ from meshwright.plan import Plan
 from meshwright.planner.bounds import BoundCalculator, Bounds
 from meshwright.planner.branch_placement import find_branch_groups
 from meshwright.planner.candidates import RECOMPUTES, Candidate, candidate_series, plan_of, possible_axis_sizes
-from meshwright.planner.compute_variants import best_variant, plan_that_fits, traits_of, with_exchanges
+from meshwright.planner.compute_variants import best_variant, traits_of, with_exchanges
 from meshwright.planner.constraints.apply import applied, bounds_hold
 from meshwright.planner.constraints.contradictions import check_inputs, check_model
 from meshwright.planner.explanation.no_plan import describe_closest
@@ -44,6 +44,7 @@ from meshwright.planner.model_summary import ModelSummary
 from meshwright.planner.preference import preferred
 from meshwright.planner.profiles import Profiles
 from meshwright.planner.search_result import BoundedPlan, ExcludedPlan, PricedPlan, SearchResult, evenly
+from meshwright.planner.unequal.division import divided, divided_again
 from meshwright.simulator.predict import Prediction, predict_plan
 
 # Limits of the search, chosen to keep it short. They decide which candidates are simulated, and change no prediction.
@@ -102,7 +103,8 @@ class _PlanSearch:
                 return None
             self.summary.add_profile(recompute, profile)
             plan = applied(with_exchanges(plan, profile, inputs.cluster, self.predict), inputs.constraints)
-            self.priced[candidate] = PricedPlan(candidate, *plan_that_fits(plan, inputs, self.predict, profile))
+            best, even = divided(plan, inputs, self.predict, profile, self.summary)
+            self.priced[candidate] = PricedPlan(candidate, *best, even=even)
             self._update_temporaries(self.priced[candidate])
         priced = self.priced[candidate]
         if not self.fits(priced):
@@ -124,7 +126,9 @@ class _PlanSearch:
             best, fastest = best_variant(plain.plan, plain.prediction, self.inputs, self.predict, traits)
             before = plain if best[0] != plain.plan else None
             faster = fastest if fastest[1].step_s < best[1].step_s else None
-            self.priced[candidate] = PricedPlan(candidate, *best, before, faster)
+            profile = self.profiles.get(candidate.precision, candidate.recompute)
+            best, even = divided_again(best, plain.plan, plain.even, self.inputs, self.predict, profile)
+            self.priced[candidate] = PricedPlan(candidate, *best, before, faster, even)
 
     def _update_temporaries(self, priced: PricedPlan) -> None:
         candidate = priced.candidate
@@ -136,7 +140,7 @@ class _PlanSearch:
         self.temporary_bytes[candidate.recompute] = min(smallest, of_sample)
 
     def fits(self, priced: PricedPlan) -> bool:
-        return priced.needed_bytes <= self.inputs.capacity_bytes
+        return self.inputs.fits(priced.prediction)
 
     def is_hopeless(self, candidate: Candidate) -> bool:
         """Whether simulating the candidate is useless: the model cannot be traced with its recomputation, it needs at
@@ -151,7 +155,7 @@ class _PlanSearch:
         of_sample = 0.0 if has_branches else self.temporary_bytes.get(candidate.recompute, 0.0)
         temporary = _SHARED_TEMPORARIES * of_sample * batch / candidate.activation_parts
         # Profiles that were traced in the meantime may have raised the floor.
-        if self.calculator.memory_floor(candidate) + temporary > self.inputs.capacity_bytes:
+        if self.calculator.memory_floor(candidate) + temporary > self.inputs.largest_capacity_bytes:
             return True
         faster = candidate.with_less_recompute
         while faster is not None:
@@ -191,6 +195,8 @@ def search(inputs: PlanningInputs, profiles: Profiles) -> SearchResult:
     begin = perf_counter()
     check_inputs(inputs)
     inputs = replace(inputs, compares_samples=inputs.compares_samples or profiles.compares_samples)
+    if not inputs.cluster.is_uniform:
+        inputs = replace(inputs, even_shares=False)  # any data ranks can divide a batch
     results = [_search_precision(inputs, profiles, precision) for precision in inputs.precisions_to_try()]
     fitting = [result for result in results if result.ranked]
     if not fitting:
@@ -276,9 +282,10 @@ def _price_placements(state: _PlanSearch, candidates: Iterable[Candidate]) -> No
 
 
 def summarize_model(inputs: PlanningInputs, profiles: Profiles, precision: str) -> ModelSummary:
-    """Returns the summary of the model in this precision, on the device of the inputs."""
+    """Returns the summary of the model in this precision, on the fastest device, so that bounds are lower bounds."""
     profile = profiles.get(precision, "none")
-    summary = ModelSummary(profile, inputs.device, inputs.cluster.cores if inputs.cluster.kind == "cpu" else 1)
+    device = inputs.fastest_device(precision)
+    summary = ModelSummary(profile, device, inputs.cluster.cores if inputs.cluster.kind == "cpu" else 1)
     if summary.has_convolutions and precision != "fp32":  # for fp32, compute_variants.py predicts both layouts
         summary.memory_layout = "channels_last"
     summary.fixed_cuts = inputs.constraints.fixed.get("pipeline.cuts") or None
@@ -310,7 +317,8 @@ def _candidates(state: _PlanSearch, precision: str) -> tuple[_Bounded, list[Excl
         for series in candidate_series(summary, sizes, inputs, precision):
             if not series or not _is_accepted(state, series[0]):
                 continue
-            if states_bytes > inputs.capacity_bytes:
+            # The stages of a pipeline differ in size; all other ranks need the same.
+            if states_bytes > (inputs.largest_capacity_bytes if sizes.pipeline > 1 else inputs.capacity_bytes):
                 count += 1
                 exclude(series[0], states_bytes)
                 break
@@ -319,7 +327,7 @@ def _candidates(state: _PlanSearch, precision: str) -> tuple[_Bounded, list[Excl
                 bound = calculator.bounds(candidate)
                 if bound is None:
                     break
-                if bound.memory_bytes > inputs.capacity_bytes:
+                if bound.memory_bytes > inputs.largest_capacity_bytes:
                     exclude(candidate, bound.memory_bytes)
                     state.too_large.append((candidate, bound))
                     break  # the next candidates of the series need more

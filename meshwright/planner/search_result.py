@@ -16,15 +16,17 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True)
 class PricedPlan:
-    """A plan whose step was simulated. The plan fits if `needed_bytes` is at most `PlanningInputs.capacity_bytes`.
+    """A plan whose step was simulated. `PlanningInputs.fits` says whether it fits.
     `plain` is the plan before the variants of its `compute` fields were tried; None if none of them was better.
-    `faster` is the fastest of these variants, if a simpler one is preferred to it."""
+    `faster` is the fastest of these variants, if a simpler one is preferred to it. `even` is the plan with an even
+    division of batch and model, if machines are not alike and another division is better."""
 
     candidate: Candidate
     plan: Plan
     prediction: Prediction
     plain: "PricedPlan | None" = None
     faster: PredictedPlan | None = None
+    even: PredictedPlan | None = None
 
     @property
     def needed_bytes(self) -> int:

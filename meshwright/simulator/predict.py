@@ -1,8 +1,12 @@
-"""Predicts the step time and the peak memory of a plan, without touching a device."""
+"""Predicts the step time and the peak memory of a plan, without touching a device.
+
+step     the longest step of all data ranks, because they combine their gradients and so wait for each other
+memory   of the rank that needs most or, on machines that are not alike, that fills its device most
+"""
 
 from dataclasses import dataclass, replace
 
-from meshwright.cluster.cluster import Cluster
+from meshwright.cluster.cluster import Cluster, Device, Node
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.profile.optimizer import OptimizerCost
@@ -10,13 +14,30 @@ from meshwright.profile.values import ModelProfile
 from meshwright.simulator.compute.chunked_loss import chunked_profile
 from meshwright.simulator.compute.compiled_profile import compiled_profile
 from meshwright.simulator.context import context_exchange, exchanged_bytes, with_divided_tables, without_context
+from meshwright.simulator.data_ranks import DataRankGroup, data_rank_groups, is_divided_unequally
 from meshwright.simulator.experts import check_expert_ranks, worst_buffer_bytes
 from meshwright.simulator.memory.device_memory import CPU_MEMORY, CUDA_MEMORY, DeviceMemory
-from meshwright.simulator.memory.peak import MemoryPrediction, predict_memory
+from meshwright.simulator.memory.peak import MemoryPrediction, rank_memories
 from meshwright.simulator.pipeline.timeline import Timeline
 from meshwright.simulator.runtime import OUR_RUNTIME, Runtime
-from meshwright.simulator.step import predict_step
+from meshwright.simulator.step import StepTime, predict_step
 from meshwright.simulator.tensor.split_profile import split_profile
+
+
+@dataclass(frozen=True)
+class GroupPrediction:
+    """The prediction of data ranks that are alike: the `step` that they would take if they waited for no others, and
+    the `memory` of each of their pipeline ranks (if ranks hold different branches, of the one that needs most)."""
+
+    group: DataRankGroup
+    step: StepTime
+    memory: tuple[MemoryPrediction, ...]
+
+    @property
+    def fullest(self) -> tuple[MemoryPrediction, Device]:
+        """The memory of the rank that fills its device most, and the device."""
+        devices = [node.device for node in self.group.nodes]
+        return max(zip(self.memory, devices, strict=True), key=_filled)
 
 
 @dataclass(frozen=True)
@@ -25,7 +46,9 @@ class Prediction:
     the peak of allocated memory on the rank that needs most, and `memory` says what it consists of. `batch_per_rank` is
     the number of samples in the largest microbatch of a rank. `based_on` is that of the cluster. `timeline` is None
     without a pipeline. `dispatch_bytes` are the buffers of tokens on their way to experts, which are part of the memory
-    with even routing, and what they need at the worst, if all tokens go to one rank; 0 without an expert axis."""
+    with even routing, and what they need at the worst, if all tokens go to one rank; 0 without an expert axis.
+    `groups` are the data ranks by device and share, if they are not all alike. The figures are then those of the
+    group with the longest step, for which the others wait, and of the rank that fills its device most."""
 
     step_s: float
     breakdown: dict[str, float]
@@ -35,6 +58,12 @@ class Prediction:
     based_on: str
     timeline: Timeline | None = None
     dispatch_bytes: tuple[int, int] = (0, 0)
+    groups: tuple[GroupPrediction, ...] = ()
+
+    @property
+    def fullest_device(self) -> Device | None:
+        """The device whose memory is `memory`; None if all devices are alike."""
+        return max((group.fullest for group in self.groups), key=_filled)[1] if self.groups else None
 
 
 def predict_plan(
@@ -50,40 +79,140 @@ def predict_plan(
     the batch too few samples."""
     check_size(plan, cluster, global_batch)
     check_expert_ranks(profile, plan)
-    memory = plan_memory(cluster, profile, plan, global_batch, optimizer, runtime)
-    step = predict_step(cluster, profile, plan, global_batch / plan.batch_parts, optimizer, runtime)
+    groups: tuple[GroupPrediction, ...] = ()
+    samples = _microbatch_samples(plan, global_batch)
+    if is_divided_unequally(cluster, plan):
+        groups = _predict_groups(cluster, profile, plan, global_batch, optimizer, runtime)
+        step = max((group.step for group in groups), key=lambda step: step.step_s)
+        memory, _ = max((group.fullest for group in groups), key=_filled)
+        samples = max(group.group.microbatch_samples(plan) for group in groups)
+    else:
+        memory = plan_memory(cluster, profile, plan, global_batch, optimizer, runtime)
+        step = predict_step(cluster, profile, plan, global_batch / plan.batch_parts, optimizer, runtime)
     even, worst = (0.0, 0.0)
     if plan.axes.expert > 1:
-        samples = _microbatch_samples(plan, global_batch) / plan.axes.context
-        even, worst = worst_buffer_bytes(profile, plan, samples)
+        even, worst = worst_buffer_bytes(profile, plan, samples / plan.axes.context)
     return Prediction(
         step.step_s,
         step.breakdown,
         memory.allocated_bytes,
         memory,
-        _microbatch_samples(plan, global_batch),
+        samples,
         cluster.based_on,
         step.timeline,
         (round(even), round(worst)),
+        groups,
+    )
+
+
+def _predict_groups(
+    cluster: Cluster, profile: ModelProfile, plan: Plan, global_batch: int, optimizer: OptimizerCost, runtime: Runtime
+) -> tuple[GroupPrediction, ...]:
+    by_samples: dict[int, tuple[MemoryPrediction, ...]] = {}
+    groups = []
+    for group in data_rank_groups(cluster, plan, global_batch):
+        samples = group.microbatch_samples(plan)
+        if samples not in by_samples:
+            by_samples[samples] = _memory_of_ranks(cluster, profile, plan, samples, optimizer, runtime)
+        memory = _on_devices(by_samples[samples], group)
+        groups.append(GroupPrediction(group, group_step(cluster, profile, plan, group, optimizer, runtime), memory))
+    return tuple(groups)
+
+
+def _filled(used: tuple[MemoryPrediction, Device]) -> float:
+    memory, device = used
+    return memory.device_bytes / max(1, device.memory_bytes)
+
+
+def group_step(
+    cluster: Cluster,
+    profile: ModelProfile,
+    plan: Plan,
+    group: DataRankGroup,
+    optimizer: OptimizerCost,
+    runtime: Runtime = OUR_RUNTIME,
+) -> StepTime:
+    """The step that data ranks which are alike take if they wait for no others."""
+    samples = group.mean_microbatch_samples(plan)
+    return predict_step(cluster, profile, plan, samples, optimizer, runtime, group.nodes)
+
+
+def group_memory(
+    cluster: Cluster,
+    profile: ModelProfile,
+    plan: Plan,
+    group: DataRankGroup,
+    optimizer: OptimizerCost,
+    runtime: Runtime = OUR_RUNTIME,
+) -> tuple[MemoryPrediction, ...]:
+    """The peak memory of each pipeline rank of data ranks that are alike; if branches are placed, of the rank with
+    most."""
+    samples = group.microbatch_samples(plan)
+    return _on_devices(_memory_of_ranks(cluster, profile, plan, samples, optimizer, runtime), group)
+
+
+def _memory_of_ranks(
+    cluster: Cluster, profile: ModelProfile, plan: Plan, samples: int, optimizer: OptimizerCost, runtime: Runtime
+) -> tuple[MemoryPrediction, ...]:
+    """The peak memory of each pipeline rank; if branches are placed, of the rank with most."""
+    ranks = _rank_memories(cluster, profile, plan, samples, optimizer, runtime)
+    if len(ranks) != plan.axes.pipeline:
+        ranks = [max(ranks, key=lambda memory: memory.allocated_bytes)]
+    return tuple(ranks)
+
+
+def _on_devices(ranks: tuple[MemoryPrediction, ...], group: DataRankGroup) -> tuple[MemoryPrediction, ...]:
+    """The memory of pipeline ranks with the context of their own devices."""
+    return tuple(
+        replace(memory, device_bytes=memory.reserved_bytes + _context_bytes(node))
+        for memory, node in zip(ranks, group.nodes, strict=True)
     )
 
 
 def plan_memory(
     cluster: Cluster, profile: ModelProfile, plan: Plan, global_batch: int, optimizer: OptimizerCost, runtime: Runtime
 ) -> MemoryPrediction:
-    """The peak memory of the rank that needs most. Time is not predicted."""
-    samples = _microbatch_samples(plan, global_batch) / plan.axes.context
+    """The peak memory of the rank that needs most or, on machines that are not alike, that fills its device most. Time
+    is not predicted."""
+    memories = memory_by_device(cluster, profile, plan, global_batch, optimizer, runtime)
+    return max(memories, key=_filled)[0]
+
+
+def memory_by_device(
+    cluster: Cluster, profile: ModelProfile, plan: Plan, global_batch: int, optimizer: OptimizerCost, runtime: Runtime
+) -> list[tuple[MemoryPrediction, Device]]:
+    """The peak memory of ranks with their devices: of the rank that needs most or, on machines that are not alike, of
+    one rank of each kind. Time is not predicted."""
+    if is_divided_unequally(cluster, plan):
+        return [
+            (memory, node.device)
+            for group in data_rank_groups(cluster, plan, global_batch)
+            for memory, node in zip(
+                group_memory(cluster, profile, plan, group, optimizer, runtime), group.nodes, strict=True
+            )
+        ]
+    samples = _microbatch_samples(plan, global_batch)
+    ranks = _rank_memories(cluster, profile, plan, samples, optimizer, runtime)
+    return [(max(ranks, key=lambda memory: memory.allocated_bytes), cluster.nodes[0].device)]
+
+
+def _rank_memories(
+    cluster: Cluster, profile: ModelProfile, plan: Plan, samples: int, optimizer: OptimizerCost, runtime: Runtime
+) -> list[MemoryPrediction]:
+    """The peak memory of each pipeline rank, or rank with other branches, with `samples` in a microbatch."""
+    rank_samples = samples / plan.axes.context
     profile = chunked_profile(with_divided_tables(profile, plan), plan.compute.loss_chunks)
-    profile = compiled_profile(profile, plan, samples)
+    profile = compiled_profile(profile, plan, rank_samples)
     optimizer = optimizer.fused() if plan.compute.fused_optimizer else optimizer
     device = device_memory(cluster, runtime.checkpoint_copies)
     inputs = runtime.memory_inputs(profile, plan, optimizer, device)
-    rank = predict_memory(inputs.profile, without_context(plan), samples, inputs.optimizer, inputs.device)
+    ranks = rank_memories(inputs.profile, without_context(plan), rank_samples, inputs.optimizer, inputs.device)
     exchange = context_exchange(cluster, profile.structure, plan)
     if exchange is None:
-        return rank
+        return ranks
     local = split_profile(inputs.profile, plan)
-    return rank.with_temporary(round(exchanged_bytes(local, plan, samples, exchange.key_value_share)))
+    received = round(exchanged_bytes(local, plan, rank_samples, exchange.key_value_share))
+    return [rank.with_temporary(received) for rank in ranks]
 
 
 def _microbatch_samples(plan: Plan, global_batch: int) -> int:
@@ -96,8 +225,14 @@ def device_memory(cluster: Cluster, checkpoint_copies: bool = False) -> DeviceMe
     it is known."""
     if cluster.kind != "cuda":
         return CPU_MEMORY.with_checkpoint_copies(checkpoint_copies)
-    context = cluster.nodes[0].device.context_bytes or CUDA_MEMORY.context_bytes
+    context = _context_bytes(cluster.nodes[0])
     return replace(CUDA_MEMORY, context_bytes=context).with_checkpoint_copies(checkpoint_copies)
+
+
+def _context_bytes(node: Node) -> int:
+    if node.device.kind != "cuda":
+        return CPU_MEMORY.context_bytes
+    return node.device.context_bytes or CUDA_MEMORY.context_bytes
 
 
 def check_size(plan: Plan, cluster: Cluster, global_batch: int) -> None:

@@ -21,6 +21,7 @@ from meshwright.simulator.compute.passes import operator_launch_s, pass_s
 from meshwright.simulator.context import attention_exchange_s
 from meshwright.simulator.experts import expert_group, expert_messages, gathered_bytes
 from meshwright.simulator.offload import copy_s, host_bandwidth, offload_of
+from meshwright.simulator.pipeline.order import stages_of_rank
 from meshwright.simulator.pipeline.stages import StageProfile
 from meshwright.simulator.step_inputs import StepInputs
 from meshwright.simulator.tensor.messages import TensorMessage, tensor_messages
@@ -66,20 +67,34 @@ def stage_times(
     whole_stages: Sequence[StageProfile], rank_stages: Sequence[StageProfile], inputs: StepInputs
 ) -> list[StageTime]:
     """The time of each stage. `whole_stages` are the stages of the whole model, `rank_stages` the share of each stage
-    that one rank of the tensor axis computes. The time of equal stages is computed once."""
+    that one rank of the tensor axis computes. The time of equal stages on equal devices is computed once."""
     priced: dict[object, StageTime] = {}
     times = []
-    for whole, local in zip(whole_stages, rank_stages, strict=True):
+    ranks = _ranks_of_stages(inputs) if inputs.stage_devices else [0] * len(rank_stages)
+    for whole, local, rank in zip(whole_stages, rank_stages, ranks, strict=True):
         weights_bytes = sum(parameter.bytes for parameter in local.profile.parameters)
+        on_rank = inputs.on_rank(rank)
         key = (
+            id(on_rank.speeds),
             weights_bytes,
             _trained_bytes(local.profile),
             *((s.phase, s.block_count, id(s.operators)) for s in local.profile.segments),
         )
         if key not in priced:
-            priced[key] = _stage_time(whole.profile, local.profile, inputs)
+            priced[key] = _stage_time(whole.profile, local.profile, on_rank)
         times.append(priced[key])
     return times
+
+
+def _ranks_of_stages(inputs: StepInputs) -> list[int]:
+    """The pipeline rank of each stage."""
+    plan = inputs.plan
+    ranks = {
+        stage: rank
+        for rank in range(plan.axes.pipeline)
+        for stage in stages_of_rank(plan.pipeline.schedule, plan.axes.pipeline, plan.stages_per_rank, rank)
+    }
+    return [ranks[stage] for stage in sorted(ranks)]
 
 
 def _stage_time(whole: ModelProfile, local: ModelProfile, inputs: StepInputs) -> StageTime:

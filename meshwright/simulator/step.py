@@ -14,9 +14,10 @@ may be different ranks. If branches of the model are placed on different ranks o
 breakdown is that of the rank that works longest, whose bubble is the time that it waits for other ranks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.cluster.cluster import Cluster
+from meshwright.cluster.cluster import Cluster, Node
 from meshwright.plan import Plan
 from meshwright.profile.optimizer import OptimizerCost
 from meshwright.profile.values import ModelProfile
@@ -32,7 +33,7 @@ from meshwright.simulator.pipeline_passes import passes_time
 from meshwright.simulator.runtime import OUR_RUNTIME, Runtime
 from meshwright.simulator.stage_time import StageTime, stage_times
 from meshwright.simulator.step_end import step_end
-from meshwright.simulator.step_inputs import StepInputs, slowest_device
+from meshwright.simulator.step_inputs import StepInputs, rank_device, slowest_node
 from meshwright.simulator.tensor.branches import (
     RankWork,
     branch_messages,
@@ -49,11 +50,12 @@ from meshwright.simulator.tensor.standalone_splits import with_standalone_splits
 @dataclass(frozen=True)
 class StepTime:
     """The predicted time of a step. `breakdown` has the seconds that add up to `step_s`. `timeline` is None without a
-    pipeline."""
+    pipeline. `passes_s` are the seconds of the forward and the backward pass of a microbatch on the first stage."""
 
     step_s: float
     breakdown: dict[str, float]
     timeline: Timeline | None = None
+    passes_s: tuple[float, float] = (0.0, 0.0)
 
 
 def predict_step(
@@ -63,13 +65,18 @@ def predict_step(
     batch: float,
     optimizer: OptimizerCost,
     runtime: Runtime = OUR_RUNTIME,
+    nodes: Sequence[Node] = (),
 ) -> StepTime:
-    """The time of a step in which every microbatch of a rank has `batch` samples."""
-    device, speeds = slowest_device(cluster, plan, runtime)
+    """The time of a step in which every microbatch of a rank has `batch` samples. `nodes` are those of the pipeline
+    ranks if they are not alike; otherwise all ranks have the slowest device of the cluster."""
+    device, speeds = rank_device(slowest_node(nodes or cluster.nodes, plan), plan, runtime)
     optimizer = optimizer.fused() if plan.compute.fused_optimizer else optimizer
     context = context_exchange(cluster, profile.structure, plan)
     rank_plan, rank_batch = without_context(plan), batch / plan.axes.context
     inputs = StepInputs(cluster, rank_plan, rank_batch, optimizer, runtime, device, speeds, context=context)
+    if any(node is not nodes[0] for node in nodes):
+        devices = {id(node): rank_device(node, plan, runtime) for node in nodes}
+        inputs = replace(inputs, stage_devices=tuple(devices[id(node)] for node in nodes))
     if casts_weights(plan):
         profile = without_weight_casts(profile)
     compiled = compiled_profile(chunked_profile(profile, plan.compute.loss_chunks), plan, rank_batch)
@@ -92,7 +99,7 @@ def _step_of_equal_ranks(profile: ModelProfile, inputs: StepInputs) -> tuple[Ste
     passes = passes_time(times, rank_stages, inputs)
     tied_s = tied_gradients_s(rank_stages, plan, inputs.cluster, runtime)
     ends = [
-        step_end(rank, times, rank_stages, inputs, passes.slack_s[rank], tied_s[rank])
+        step_end(rank, times, rank_stages, inputs.on_rank(rank), passes.slack_s[rank], tied_s[rank])
         for rank in range(plan.axes.pipeline)
     ]
     end = max(ends, key=lambda end: end.total_s)
@@ -105,7 +112,8 @@ def _step_of_equal_ranks(profile: ModelProfile, inputs: StepInputs) -> tuple[Ste
         "input": 0.0,
         **({"offload": end.offload_s} if end.offload_s else {}),
     }
-    return StepTime(sum(breakdown.values()), breakdown, passes.timeline), times
+    passes_s = (times[0].forward_pass_s, times[0].backward_pass_s)
+    return StepTime(sum(breakdown.values()), breakdown, passes.timeline, passes_s), times
 
 
 def _step_with_branches(profile: ModelProfile, inputs: StepInputs) -> StepTime:
@@ -125,4 +133,5 @@ def _step_with_branches(profile: ModelProfile, inputs: StepInputs) -> StepTime:
     ]
     longest = max((step for step, _ in steps), key=lambda step: step.step_s)
     step_s = synchronized_step_s(work, microbatches, summed=sums_gradients(messages))
-    return StepTime(step_s, {**longest.breakdown, "bubble": max(0.0, step_s - longest.step_s)})
+    breakdown = {**longest.breakdown, "bubble": max(0.0, step_s - longest.step_s)}
+    return StepTime(step_s, breakdown, passes_s=longest.passes_s)

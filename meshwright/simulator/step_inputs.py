@@ -1,8 +1,11 @@
 """`StepInputs`: everything that the prediction of a step's time depends on, except the profile of the model."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from meshwright.cluster.cluster import Cluster, Device
+from meshwright.cluster.cluster import Cluster, Device, Node
+from meshwright.dtypes import Dtype
 from meshwright.plan import Plan
 from meshwright.profile.optimizer import OptimizerCost
 from meshwright.simulator.compute.operator_time import DeviceSpeeds, device_speeds
@@ -12,12 +15,20 @@ from meshwright.simulator.runtime import Runtime
 from meshwright.simulator.tensor.messages import TensorMessage
 
 
+class RankDevice(NamedTuple):
+    """The device of a rank, and its speeds with the CPU cores that the rank has."""
+
+    device: Device
+    speeds: DeviceSpeeds
+
+
 @dataclass(frozen=True)
 class StepInputs:
     """The inputs of a step's prediction. Every microbatch of a rank has `batch` samples. `device` is the slowest device
-    of the cluster, and `speeds` are those of one rank on it. `branch_messages` are sent along the tensor axis in every
+    of the ranks, and `speeds` are those of one rank on it. `branch_messages` are sent along the tensor axis in every
     microbatch; they are empty unless branches of the model are placed on different ranks. `context` says how ranks of
-    the context axis exchange keys and values; `plan` and `batch` are then those of `without_context`."""
+    the context axis exchange keys and values; `plan` and `batch` are then those of `without_context`. `stage_devices`
+    are the devices of the pipeline ranks, if these are not alike."""
 
     cluster: Cluster
     plan: Plan
@@ -28,12 +39,32 @@ class StepInputs:
     speeds: DeviceSpeeds
     branch_messages: tuple[TensorMessage, ...] = ()
     context: ContextExchange | None = None
+    stage_devices: tuple[RankDevice, ...] = ()
+
+    def on_rank(self, pipeline_rank: int) -> "StepInputs":
+        """The inputs with the device of this pipeline rank."""
+        if not self.stage_devices:
+            return self
+        device, speeds = self.stage_devices[pipeline_rank]
+        return replace(self, device=device, speeds=speeds)
 
 
-def slowest_device(cluster: Cluster, plan: Plan, runtime: Runtime) -> tuple[Device, DeviceSpeeds]:
-    """The slowest device of the cluster, and its speeds with the CPU cores that one rank has."""
+def rate_of(node: Node, dtype: Dtype) -> float:
+    """The rate of products in this dtype, or in fp32 if the device has none, of one of the node's ranks."""
+    rates = node.device.rates
+    cores = node.cores / node.count if node.device.kind == "cpu" else 1
+    return cores * rates.get(dtype, rates.get("fp32", 0.0))
+
+
+def slowest_node(nodes: Sequence[Node], plan: Plan) -> Node:
+    """The node with the slowest device."""
     dtype = product_dtype(plan.numerics.precision)
-    node = min(cluster.nodes, key=lambda node: node.device.rates.get(dtype, node.device.rates.get("fp32", 0.0)))
+    return min(nodes, key=lambda node: rate_of(node, dtype))
+
+
+def rank_device(node: Node, plan: Plan, runtime: Runtime) -> RankDevice:
+    """The device of a rank on this node, and its speeds with the CPU cores that one rank has."""
+    dtype = product_dtype(plan.numerics.precision)
     cores = 1
     if node.device.kind == "cpu":
         cores = plan.compute.threads or max(1, node.cores // min(plan.world_size, node.count))
@@ -41,4 +72,5 @@ def slowest_device(cluster: Cluster, plan: Plan, runtime: Runtime) -> tuple[Devi
     if device.rates.get(dtype, 0.0) < device.rates["fp32"] and device.kind == "cuda":
         # The device only emulates this dtype: libraries store tensors in it, but compute in fp32.
         device = device.model_copy(update={"rates": {**device.rates, dtype: device.rates["fp32"]}})
-    return device, device_speeds(device, dtype, cores, plan.compute.image_kernels, runtime.tf32_convolutions)
+    speeds = device_speeds(device, dtype, cores, plan.compute.image_kernels, runtime.tf32_convolutions)
+    return RankDevice(device, speeds)

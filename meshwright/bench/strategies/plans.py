@@ -82,7 +82,7 @@ class StrategyPlanner:
         inputs, profiles = self.planning
         result = search_with_offload(inputs, profiles)
         plans = [*result.ranked, *result.family_bests]
-        fitting = [priced for priced in plans if priced.needed_bytes <= inputs.capacity_bytes]
+        fitting = [priced for priced in plans if inputs.fits(priced.prediction)]
         hybrids = [priced for priced in fitting if len(priced.candidate.sizes.family) > 1]
         if not hybrids:
             devices = self.cluster.device_count

@@ -64,7 +64,7 @@ def _fastest_with(
             options.append(best_variant(plan, prediction, larger, predict, traits_of(summary.profile))[0])
         except InputError:  # the model cannot be run or traced in this precision
             continue
-    fitting = [option for option in options if option[1].memory.device_bytes <= inputs.capacity_bytes]
+    fitting = [option for option in options if inputs.fits(option[1])]
     return min(fitting, key=lambda option: option[1].step_s, default=None)
 
 

@@ -1,10 +1,11 @@
 """Sentences that say why the best plan was chosen and others were not, with numbers from profile and predictions."""
 
-from meshwright.cluster.cluster import Link
+from meshwright.cluster.cluster import Device, Link
 from meshwright.plan import Plan
 from meshwright.planner.explanation.experts import explain_experts
 from meshwright.planner.explanation.host_memory import host_memory
 from meshwright.planner.explanation.sequences import sequences
+from meshwright.planner.explanation.unequal import unequal
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.model_summary import ModelSummary
 from meshwright.planner.preference import describe_preference
@@ -46,15 +47,14 @@ def explain(result: SearchResult, inputs: PlanningInputs) -> list[str]:
         _headline(best, result, inputs),
         *_preference(result),
         step_shares(best.plan, best.prediction),
+        *unequal(best, result.summary, inputs),
         *_memory(best, result.summary, inputs),
+        *_offload(best, result),
     ]
-    sentences += _offload(best, result)
     sentences += host_memory(best.plan, best.prediction, inputs)
-    sentences += _wide_layers(best, result, inputs)
-    sentences += _branches(best, result, inputs)
+    sentences += [*_wide_layers(best, result, inputs), *_branches(best, result, inputs)]
     sentences += sequences(best, result.summary)
-    sentences += _axes(best, inputs)
-    sentences += _experts(best, result.summary, inputs)
+    sentences += [*_axes(best, inputs), *_experts(best, result.summary, inputs)]
     sentences += _communication(best, inputs)
     sentences += _runner_up(best, result, inputs)
     if inputs.cluster.price_per_hour:
@@ -129,8 +129,8 @@ def _memory(best: PricedPlan, summary: ModelSummary, inputs: PlanningInputs) -> 
     plan uses."""
     trained_bytes = sum(parameter.bytes for parameter in summary.profile.parameters if parameter.trainable)
     states_bytes = summary.profile.parameter_bytes + trained_bytes * (1 + inputs.optimizer.state_ratio)
-    memory_bytes, device = inputs.device.memory_bytes, inputs.device.name
-    axes = best.plan.axes
+    fullest, axes = best.prediction.fullest_device or inputs.device, best.plan.axes
+    memory_bytes, device = fullest.memory_bytes, fullest.name
     names = ("shard", *["context"] * (axes.shard > 1), "tensor", "pipeline", "expert")  # context ranks are shards, too
     dividing = [f"{name} {getattr(axes, name)}" for name in names if getattr(axes, name) > 1]
     if best.candidate.sizes.splits_wide_layers:
@@ -223,7 +223,7 @@ def _branches(best: PricedPlan, result: SearchResult, inputs: PlanningInputs) ->
     """For models with towers or heads, says what placing them on different ranks saves and costs; empty if no such plan
     was simulated."""
     plans = (*result.ranked, *result.family_bests)
-    fitting = [priced for priced in plans if priced.needed_bytes <= inputs.capacity_bytes]
+    fitting = [priced for priced in plans if inputs.fits(priced.prediction)]
     placed = [priced for priced in fitting if priced.candidate.sizes.placed_branches]
     placed = placed or [priced for priced in plans if priced.candidate.sizes.placed_branches]
     if not placed:
@@ -335,7 +335,7 @@ def _runner_up(best: PricedPlan, result: SearchResult, inputs: PlanningInputs) -
         for priced in result.family_bests
         if priced.candidate.sizes.family != sizes.family
         and bool(priced.candidate.sizes.placed_branches) == bool(sizes.placed_branches)
-        and priced.needed_bytes <= inputs.capacity_bytes
+        and inputs.fits(priced.prediction)
     ]
     if not others:
         return []
@@ -348,8 +348,8 @@ def _runner_up(best: PricedPlan, result: SearchResult, inputs: PlanningInputs) -
 def reason(priced: PricedPlan, best: PricedPlan, inputs: PlanningInputs) -> str:
     """Why a plan was not chosen: it does not fit, or it is slower. In the latter case, names the term that takes the
     most additional time."""
-    if priced.needed_bytes > inputs.capacity_bytes:
-        return too_large(priced.needed_bytes, inputs)
+    if not inputs.fits(priced.prediction):
+        return too_large(priced.needed_bytes, inputs, device=priced.prediction.fullest_device)
     best_terms, terms = best.prediction.breakdown, priced.prediction.breakdown
     name = max(terms, key=lambda name: terms[name] - best_terms.get(name, 0.0))
     slower = priced.prediction.step_s / best.prediction.step_s - 1
@@ -364,11 +364,11 @@ def reason(priced: PricedPlan, best: PricedPlan, inputs: PlanningInputs) -> str:
     return f"{slower:.1%} slower: {words}{link} takes {seconds(terms[name])}, {seconds(extra_s)} more"
 
 
-def too_large(needed_bytes: float, inputs: PlanningInputs, at_least: bool = False) -> str:
-    return (
-        f"needs {'at least ' if at_least else ''}{gib(needed_bytes)}, more than the {gib(inputs.capacity_bytes)} of one"
-        f" {inputs.device.name} that a plan may use"
-    )
+def too_large(needed: float, inputs: PlanningInputs, at_least: bool = False, device: Device | None = None) -> str:
+    device = device or inputs.device
+    capacity = gib(inputs.capacity_of(device))
+    words = f"needs {'at least ' if at_least else ''}{gib(needed)}"
+    return f"{words}, more than the {capacity} of one {device.name} that a plan may use"
 
 
 def cost(priced: PricedPlan, inputs: PlanningInputs) -> str:

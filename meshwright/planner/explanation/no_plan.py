@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from meshwright.cluster.cluster import Device
 from meshwright.plan import Plan
 from meshwright.planner.constraints.contradictions import no_plan_keeps
 from meshwright.planner.inputs import PlanningInputs
@@ -10,16 +11,19 @@ from meshwright.planner.search_result import SearchResult
 
 def describe_closest(inputs: PlanningInputs, results: Iterable[SearchResult]) -> str:
     """Says which plan needs the least memory, and how much is missing; or why no candidate was accepted."""
-    options: list[tuple[float, Plan, str]] = []
+    options: list[tuple[float, Plan, str, Device]] = []
     refusal = ""
     for result in results:
-        options += [(priced.needed_bytes, priced.plan, "") for priced in result.family_bests]
-        options += [(excluded.needed_bytes, excluded.plan, "at least ") for excluded in result.excluded]
+        options += [
+            (priced.needed_bytes, priced.plan, "", priced.prediction.fullest_device or inputs.device)
+            for priced in result.family_bests
+        ]
+        options += [(excluded.needed_bytes, excluded.plan, "at least ", inputs.device) for excluded in result.excluded]
         refusal = refusal or result.refusal
     if not options:
         return no_plan_keeps(inputs, refusal)
-    needed, plan, at_least = min(options, key=lambda option: option[0])
-    capacity, gib, device = inputs.capacity_bytes, 2**30, inputs.device
+    needed, plan, at_least, device = min(options, key=lambda option: option[0] / inputs.capacity_of(option[3]))
+    capacity, gib = inputs.capacity_of(device), 2**30
     limit = inputs.constraints.max_memory
     reason = f"{device.memory_bytes / gib:.1f} GiB without a margin of {inputs.memory_margin:.0%}"
     if limit is not None and limit == capacity:

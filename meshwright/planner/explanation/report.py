@@ -25,11 +25,13 @@ from meshwright.planner.explanation.explain import (
     too_large,
 )
 from meshwright.planner.explanation.host_memory import host_memory
+from meshwright.planner.explanation.unequal import shares_sentence
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
 from meshwright.planner.search import summarize_model
 from meshwright.planner.search_result import PricedPlan, SearchResult
-from meshwright.simulator.predict import Prediction, predict_plan
+from meshwright.planner.unequal.division import with_cuts_by_speed
+from meshwright.simulator.predict import GroupPrediction, Prediction, predict_plan
 
 
 @dataclass(frozen=True)
@@ -102,16 +104,18 @@ def predict_given_plan(plan: Plan, inputs: PlanningInputs, profiles: Profiles) -
             f" {devices} devices: choose axes whose product is {devices}, or another cluster"
         )
     if lacks_cuts(plan):
-        plan = with_cuts(plan, summarize_model(inputs, profiles, plan.numerics.precision))
+        summary = summarize_model(inputs, profiles, plan.numerics.precision)
+        plan = with_cuts_by_speed(with_cuts(plan, summary), inputs, summary)
     profile = profiles.get(plan.numerics.precision, plan.memory.recompute)
     prediction = predict_plan(cluster, profile, plan, inputs.global_batch, inputs.optimizer, runtime=inputs.runtime)
     sentences = [
         f"{plan.summary()} trains {inputs.global_batch} samples in {seconds(prediction.step_s)}.",
         step_shares(plan, prediction),
     ]
-    needed_bytes = prediction.memory.device_bytes
-    if needed_bytes > inputs.capacity_bytes:
-        sentences.append(f"It does not fit: it {too_large(needed_bytes, inputs)}.")
+    sentences += shares_sentence(plan, prediction)
+    if not inputs.fits(prediction):
+        needed_bytes, device = prediction.memory.device_bytes, prediction.fullest_device
+        sentences.append(f"It does not fit: it {too_large(needed_bytes, inputs, device=device)}.")
     sentences += host_memory(plan, prediction, inputs)
     untested = untested_parts(plan, cluster)
     sentences += [_basis(inputs, profiles), *_untested_sentence(untested, inputs)]
@@ -165,6 +169,18 @@ def _entry(plan: Plan, prediction: Prediction) -> dict[str, Any]:
         "breakdown": prediction.breakdown,
         "based_on": prediction.based_on,
         **({"dispatch_bytes": dispatch} if plan.axes.expert > 1 else {}),
+        **({"data_ranks": [_group_entry(group) for group in prediction.groups]} if prediction.groups else {}),
+    }
+
+
+def _group_entry(group: GroupPrediction) -> dict[str, Any]:
+    """Data ranks that are alike, on machines that are not."""
+    return {
+        "ranks": list(group.group.ranks),
+        "devices": [node.device.name for node in group.group.nodes],
+        "samples": group.group.samples,
+        "step_s": group.step.step_s,
+        "device_bytes": [memory.device_bytes for memory in group.memory],
     }
 
 

@@ -129,7 +129,7 @@ def _fastest_s(result: SearchResult, other: PlanningInputs, profiles: Profiles) 
         prediction = predict_plan(
             other.cluster, profile, plan, other.global_batch, other.optimizer, runtime=other.runtime
         )
-        if prediction.memory.device_bytes <= other.capacity_bytes:
+        if other.fits(prediction):
             steps.append(prediction.step_s)
     if not steps:
         raise InputError("none of the ranked plans fits")

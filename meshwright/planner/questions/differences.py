@@ -95,7 +95,7 @@ def _sentences(first: Plan, one: Prediction, second: Plan, other: Prediction, in
     else:
         sentences.append("Both plans are predicted to be equally fast.")
     for name, prediction in (("first", one), ("second", other)):
-        if prediction.memory.device_bytes > inputs.capacity_bytes:
+        if not inputs.fits(prediction):
             sentences.append(
                 f"The {name} plan does not fit: it needs {gib(prediction.memory.device_bytes)}, and a plan may use"
                 f" {gib(inputs.capacity_bytes)} of one {inputs.device.name}."

@@ -18,7 +18,7 @@ from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
 from meshwright.planner.questions.answer import Answer
 from meshwright.planner.search_result import SearchResult
-from meshwright.simulator.predict import Prediction, plan_memory, predict_plan
+from meshwright.simulator.predict import Prediction, memory_by_device, predict_plan
 
 _MOST_PLANS = 12
 _MOST_SAMPLES = 2**20  # of a microbatch
@@ -78,8 +78,8 @@ def _largest(plan: Plan, inputs: PlanningInputs, profiles: Profiles) -> LargestB
     most = min(_MOST_SAMPLES, LARGEST_COUNT // plan.batch_parts)
 
     def fits(samples: int) -> bool:
-        memory = plan_memory(*arguments, plan.batch_parts * samples, inputs.optimizer, inputs.runtime)
-        return memory.device_bytes <= inputs.capacity_bytes
+        ranks = memory_by_device(*arguments, plan.batch_parts * samples, inputs.optimizer, inputs.runtime)
+        return all(memory.device_bytes <= inputs.capacity_of(device) for memory, device in ranks)
 
     samples = largest_samples(fits, most)
     if not samples:

@@ -36,7 +36,7 @@ def _simulated(result: SearchResult, inputs: PlanningInputs) -> Iterator[dict[st
     ranked = {priced.candidate for priced in result.ranked}
     for priced in result.simulated:
         is_best = priced.candidate == best.candidate and priced.plan == best.plan
-        fits = priced.needed_bytes <= inputs.capacity_bytes
+        fits = inputs.fits(priced.prediction)
         group = "chosen" if is_best else "ranked" if priced.candidate in ranked else "rejected" if fits else "too large"
         yield {
             "group": group,

@@ -17,6 +17,7 @@ from meshwright.report.plans.memory import memory_values
 from meshwright.report.plans.scaling import BUDGET_S, scaling_values
 from meshwright.report.plans.step import exchange_values, timeline_values
 from meshwright.report.units import bandwidth_text, bytes_text, count_text, seconds_text
+from meshwright.simulator.rank_rows import row_names, step_timeline
 
 
 def plan_details(
@@ -46,7 +47,7 @@ def plan_details(
         "sentences": list(report.explanation),
         "rejected_plans": [{"summary": rejected.summary(), "reason": words} for rejected, words in report.rejected],
         "global_batch": inputs.global_batch,
-        "capacity_bytes": inputs.capacity_bytes,
+        "capacity_bytes": inputs.capacity_of(prediction.fullest_device or inputs.device),
         "device_bytes": [given.memory.device_bytes for _, given in report.ranked],
         "batch_per_rank": prediction.batch_per_rank,
         "method": profiles.method,
@@ -54,7 +55,7 @@ def plan_details(
         "cluster": cluster_values(inputs.cluster, plan),
         "cloud": cloud_values(result, inputs) if result is not None else [],
         "memory": memory,
-        "timeline": timeline_values(prediction.timeline),
+        "timeline": timeline_values(step_timeline(prediction, plan), row_names(prediction)),
         "exchanges": exchange_values(profile, plan, prediction, inputs),
         "scaling": scaling_values(result, inputs, profiles, scaling_budget_s) if result is not None else [],
         "modules": plan_on_modules(profiles.model, plan, profile),

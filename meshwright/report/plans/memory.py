@@ -18,7 +18,7 @@ from meshwright.simulator.memory.history import MemoryHistory, memory_histories
 from meshwright.simulator.memory.peak import MemoryPrediction, rank_memories
 from meshwright.simulator.predict import Prediction, device_memory
 from meshwright.simulator.runtime import OUR_RUNTIME
-from meshwright.simulator.step_inputs import slowest_device
+from meshwright.simulator.step_inputs import rank_device, slowest_node
 
 GIB = 2**30
 _MOST_RANKS = 64
@@ -48,7 +48,7 @@ def memory_values(profile: ModelProfile, plan: Plan, prediction: Prediction, inp
     optimizer = inputs.optimizer.fused() if plan.compute.fused_optimizer else inputs.optimizer
     divided = with_divided_tables(profile, plan)
     executed = compiled_profile(chunked_profile(divided, plan.compute.loss_chunks), plan, batch)
-    _, speeds = slowest_device(inputs.cluster, plan, OUR_RUNTIME)
+    _, speeds = rank_device(slowest_node(inputs.cluster.nodes, plan), plan, OUR_RUNTIME)
 
     def seconds(operator: Operator, backward: bool) -> float:
         return operator_s(operator, batch, speeds, backward, profile.precision == "tf32")

@@ -87,9 +87,9 @@ def breakdown_chart(details: Mapping[str, Any]) -> Chart:
     )
 
 
-def timeline_values(timeline: Timeline | None) -> dict[str, Any] | None:
-    """Returns the actions of a pipeline as plain values: [rank, kind, stage, microbatch, start, end]. Of many ranks,
-    some are left out; None without a pipeline."""
+def timeline_values(timeline: Timeline | None, names: Sequence[str] = ()) -> dict[str, Any] | None:
+    """Returns the actions of a timeline as plain values: [rank, kind, stage, microbatch, start, end]. Of many ranks,
+    some are left out; None without a timeline. `names` are those of the rows, if ranks are not alike."""
     if timeline is None:
         return None
     ranks = len(timeline.order)
@@ -107,6 +107,7 @@ def timeline_values(timeline: Timeline | None) -> dict[str, Any] | None:
     return {
         "ranks": ranks,
         "shown": shown,
+        "rows": [names[rank] if names else f"rank {rank}" for rank in shown],
         "span_s": timeline.span_s,
         "drawn_s": limit_s,
         "microbatches": 1 + max(action.microbatch for actions in timeline.order for action in actions),
@@ -116,10 +117,13 @@ def timeline_values(timeline: Timeline | None) -> dict[str, Any] | None:
 
 
 def timeline_chart(details: Mapping[str, Any]) -> Chart | None:
-    """Returns the timeline of the best plan's pipeline: one row per rank, with its passes and its waiting."""
+    """Returns the timeline of the best plan: one row per rank of its pipeline, or per kind of data rank, with its
+    passes and its waiting."""
     values = details.get("timeline")
     if not values or not values["events"]:
         return None
+    rows = [hover_text(name) for name in values.get("rows") or [f"rank {rank}" for rank in values["shown"]]]
+    names = dict(zip(values["shown"], rows, strict=True))
     unit_s, unit = time_unit(values["drawn_s"])
     traces = []
     for kind, (words, bar_colour) in _KINDS.items():
@@ -127,26 +131,27 @@ def timeline_chart(details: Mapping[str, Any]) -> Chart | None:
         if members:
             hover = f"stage %{{customdata[0]}}, microbatch %{{customdata[1]}}: %{{x:.3g}} {unit}"
             traces.append(
-                _spans(words, [(e[0], e[4], e[5]) for e in members], unit_s, hover, bar_colour)
+                _spans(words, [(names[e[0]], e[4], e[5]) for e in members], unit_s, hover, bar_colour)
                 | {"customdata": [[event[2], event[3]] for event in members]}
             )
     idle = _idle_spans(values)
     if idle:
-        traces.append(_spans("waiting (bubble)", idle, unit_s, f"waits %{{x:.3g}} {unit}", NEUTRAL))
-    rows = [f"rank {rank}" for rank in values["shown"]]
+        waits = [(names[rank], start, end) for rank, start, end in idle]
+        traces.append(_spans("waiting (bubble)", waits, unit_s, f"waits %{{x:.3g}} {unit}", NEUTRAL))
     waiting = [1 - busy_s / values["span_s"] for busy_s in values["busy_s"]]
     note = f"A rank waits {min(waiting):.1%} to {max(waiting):.1%} of the time of all passes."
     if values["ranks"] > len(rows):
         note += f" {len(rows)} of {values['ranks']:,} pipeline ranks are drawn."
     if values["drawn_s"] < values["span_s"]:
         note += f" The picture ends after {seconds_text(values['drawn_s'])} of {seconds_text(values['span_s'])}."
-    if values["microbatches"] < details["best"]["plan"]["pipeline"]["microbatches"]:
+    plan = details["best"]["plan"]
+    if values["microbatches"] < plan["pipeline"]["microbatches"]:
         note += (
             f" {values['microbatches']:,} microbatches are drawn; once the pipeline is full, further ones repeat the"
             " same pattern."
         )
     return Chart(
-        "Timeline of the pipeline",
+        "Timeline of the pipeline" if plan["axes"]["pipeline"] > 1 else "Timeline of the passes on each kind of device",
         figure(
             traces,
             axis("time from the start of the step", unit),
@@ -161,13 +166,13 @@ def timeline_chart(details: Mapping[str, Any]) -> Chart | None:
 
 
 def _spans(
-    name: str, spans: Sequence[tuple[int, float, float]], unit_s: float, hover: str, bar_colour: str
+    name: str, spans: Sequence[tuple[str, float, float]], unit_s: float, hover: str, bar_colour: str
 ) -> dict[str, Any]:
-    """Bars from a start to an end, one row per rank."""
+    """Bars from a start to an end, in named rows."""
     trace = bars(
         name,
         [(end - start) / unit_s for _, start, end in spans],
-        [f"rank {rank}" for rank, _, _ in spans],
+        [row for row, _, _ in spans],
         hover,
         bar_colour,
         horizontal=True,

@@ -1,0 +1,181 @@
+"""How a plan divides a batch and a model among machines that are not alike. Of each candidate, the even division and
+the division by speed are predicted, and the better one is kept (preference.py).
+
+    shares      samples of each data rank, by the predicted time as a function of them             with_best_shares
+    cuts        pieces of each pipeline stage, by the speed of the devices that hold it            with_cuts_by_speed
+    state       weights, gradients and optimizer state are divided evenly: the smallest device decides
+    groups      ranks that compute together (tensor and context axes) have equal devices           candidates.py
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from meshwright.errors import InputError
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Shares
+from meshwright.planner.compute_variants import Predict, plan_that_fits
+from meshwright.planner.inputs import PlanningInputs
+from meshwright.planner.model_summary import ModelSummary
+from meshwright.planner.preference import PredictedPlan, preferred
+from meshwright.planner.unequal.cuts import balanced_by_speed
+from meshwright.planner.unequal.shares import ShareGroup, best_shares
+from meshwright.profile.values import ModelProfile
+from meshwright.simulator.data_ranks import DataRankGroup, data_rank_groups
+from meshwright.simulator.pipeline.order import stages_of_rank
+from meshwright.simulator.predict import GroupPrediction, Prediction, group_memory, group_step
+from meshwright.simulator.step_inputs import slowest_node
+
+_SHARES, _CUTS = "shares.samples", "pipeline.cuts"
+
+
+def divided(
+    plan: Plan, inputs: PlanningInputs, predict: Predict, profile: ModelProfile, summary: ModelSummary
+) -> tuple[PredictedPlan, PredictedPlan | None]:
+    """Returns the plan with the best division and its prediction; and the even division with its prediction, if that
+    is another one. `plan` divides batch and model evenly, unless constraints fix its shares or cuts."""
+    even = plan_that_fits(plan, inputs, predict, profile)
+    if inputs.cluster.is_uniform:
+        return even, None
+    options = [even]
+    for by_speed in _by_speed(plan, even, inputs, profile, summary):
+        try:
+            inputs.check_plan(by_speed)
+        except InputError:  # the run cannot divide the batch unequally under this plan
+            continue
+        options.append((by_speed, predict(by_speed)))
+    fitting = [option for option in options if inputs.fits(option[1])]
+    if not fitting:
+        return even, None
+    best = fitting[preferred(fitting)]
+    return best, even if best is not even else None
+
+
+def divided_again(
+    predicted: PredictedPlan,
+    before: Plan,
+    even: PredictedPlan | None,
+    inputs: PlanningInputs,
+    predict: Predict,
+    profile: ModelProfile,
+) -> tuple[PredictedPlan, PredictedPlan | None]:
+    """Returns a plan that has other `compute` fields than `before` with the shares that are best now, and the even
+    division with these fields. `even` is the even division with the fields of before, if the plan is divided by
+    speed."""
+    plan, prediction = predicted
+    if even is None or plan == before:
+        return predicted, even
+    even_plan = plan.model_copy(update={"shares": even[0].shares, "pipeline": even[0].pipeline})
+    shared = with_best_shares(plan, inputs, profile, prediction) if plan.shares.samples else None
+    if shared is not None and shared != plan:
+        again = predict(shared)
+        if again.step_s < prediction.step_s and inputs.fits(again):
+            predicted = shared, again
+    return predicted, (even_plan, predict(even_plan))
+
+
+def _by_speed(
+    plan: Plan, even: PredictedPlan, inputs: PlanningInputs, profile: ModelProfile, summary: ModelSummary
+) -> Iterator[Plan]:
+    """Yields the plan with cuts and shares by speed. `even` is the plan and its prediction, with a loss in chunks if it
+    does not fit without."""
+    even_plan, prediction = even
+    cut = with_cuts_by_speed(plan, inputs, summary)
+    if cut != plan:
+        yield cut
+    for base in (plan, cut) if cut != plan else (plan,):
+        shared = with_best_shares(base, inputs, profile, prediction if base == even_plan else None)
+        if shared is None and even_plan != plan:
+            shared = with_best_shares(even_plan, inputs, profile, prediction)
+        if shared is not None and shared.shares.samples:
+            yield shared
+
+
+def with_best_shares(
+    plan: Plan, inputs: PlanningInputs, profile: ModelProfile, known: Prediction | None = None
+) -> Plan | None:
+    """Returns the plan with the shares with which its slowest rank is as fast as possible. None if it does not fit with
+    any. The plan is unchanged if its data ranks are alike, or if constraints decide on its shares. `known` is the
+    prediction of the plan, if there is one."""
+    if _SHARES in inputs.constraints.fixed:
+        return plan
+    even = plan.model_copy(update={"shares": Shares()})
+    groups = data_rank_groups(inputs.cluster, even, inputs.global_batch)
+    if len(groups) == 1:
+        return plan
+    known_groups = {group.group.ranks: group for group in known.groups} if known is not None else {}
+    share_groups = [_share_group(group, even, inputs, profile, known_groups.get(group.ranks)) for group in groups]
+    near = [max(plan.shares.samples[rank] for rank in group.ranks) for group in groups] if plan.shares.samples else ()
+    found = best_shares(inputs.global_batch, share_groups, near)
+    if found is None:
+        return None
+    of_ranks = {
+        rank: samples
+        for group, shares in zip(groups, found, strict=True)
+        for rank, samples in zip(group.ranks, shares, strict=True)
+    }
+    samples = tuple(of_ranks[rank] for rank in range(plan.data_ranks))
+    is_even = len(set(samples)) == 1
+    return even if is_even else plan.model_copy(update={"shares": Shares(samples=samples)})
+
+
+def _share_group(
+    group: DataRankGroup, plan: Plan, inputs: PlanningInputs, profile: ModelProfile, known: GroupPrediction | None
+) -> ShareGroup:
+    arguments = (inputs.cluster, profile, plan)
+    capacities = [inputs.capacity_of(node.device) for node in group.nodes]
+
+    def step_s(samples: int) -> float:
+        if known is not None and samples == known.group.samples:
+            return known.step.step_s
+        return group_step(*arguments, replace(group, samples=samples), inputs.optimizer, inputs.runtime).step_s
+
+    def fits(samples: int) -> bool:
+        if known is not None:  # memory grows at most in proportion to the samples, because weights do not grow
+            times = max(
+                1.0, replace(group, samples=samples).microbatch_samples(plan) / known.group.microbatch_samples(plan)
+            )
+            needed = [times * memory.device_bytes for memory in known.memory]
+            if all(size <= capacity for size, capacity in zip(needed, capacities, strict=True)):
+                return True
+        memory = group_memory(*arguments, replace(group, samples=samples), inputs.optimizer, inputs.runtime)
+        return all(rank.device_bytes <= capacity for rank, capacity in zip(memory, capacities, strict=True))
+
+    return ShareGroup(len(group.ranks), step_s, fits)
+
+
+def with_cuts_by_speed(plan: Plan, inputs: PlanningInputs, summary: ModelSummary) -> Plan:
+    """Returns the plan with cuts with which the slowest stage is as fast as possible on the devices that hold the
+    stages. It is unchanged without a pipeline, if all stages lie on equal devices, and if constraints fix the cuts."""
+    ranks, per_rank = plan.axes.pipeline, plan.stages_per_rank
+    if ranks == 1 or _CUTS in inputs.constraints.fixed:
+        return plan
+    groups = data_rank_groups(inputs.cluster, plan, inputs.global_batch)
+    nodes = [slowest_node([group.nodes[rank] for group in groups], plan) for rank in range(ranks)]
+    kinds = list({id(node): node for node in nodes}.values())
+    if len(kinds) == 1:
+        return plan
+    stages = [0] * (ranks * per_rank)
+    for rank, node in enumerate(nodes):
+        for stage in stages_of_rank(plan.pipeline.schedule, ranks, per_rank, rank):
+            stages[stage] = next(index for index, kind in enumerate(kinds) if kind is node)
+    batch = inputs.global_batch / plan.batch_parts
+    costs = [summary.on(kind).piece_costs(plan.memory.recompute, batch) for kind in kinds]
+    cuts = balanced_by_speed(costs, [piece.cuttable for piece in summary.pieces], stages)
+    if cuts is None:
+        return plan
+    names = tuple(summary.pieces[piece].name for piece in cuts)
+    return plan.model_copy(update={"pipeline": plan.pipeline.model_copy(update={"cuts": names})})
+
+
+def slowdown(summary: ModelSummary, inputs: PlanningInputs) -> float:
+    """How many times as long a step takes on all devices with shares by speed as if all were as fast as the device of
+    the summary; 1 for equal devices."""
+    if inputs.cluster.is_uniform:
+        return 1.0
+    batch = max(1, inputs.global_batch // inputs.cluster.device_count)
+    fastest_s = sum(summary.piece_costs("none", batch))
+    speeds = 0.0
+    for node in inputs.cluster.nodes:
+        seconds = sum(summary.on(node).piece_costs("none", batch))
+        speeds += node.count * node.number * fastest_s / seconds
+    return inputs.cluster.device_count / speeds
