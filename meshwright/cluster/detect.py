@@ -30,7 +30,7 @@ def find_cluster(name: str, measure: Measure | None = None) -> Cluster:
         return load_cluster(name)
     if "+" in name:
         return cluster_from_name(name)
-    counts, word, links = parse_cluster_name(name, name)
+    counts, word, links = parse_cluster_name(name)
     if word.lower() == "local":
         if counts or links:
             raise InputError(

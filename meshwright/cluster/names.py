@@ -15,10 +15,10 @@ from meshwright.limits import MOST_DEVICES
 _NAME = re.compile(r"((?:[1-9]\d{0,999}x)*)([^@]+)((?:@[^@]+)*)")  # Python converts no number of over 4,300 digits
 
 
-def parse_cluster_name(part: str, name: str) -> tuple[list[int], str, list[str]]:
+def parse_cluster_name(part: str, whole: str = "") -> tuple[list[int], str, list[str]]:
     """Returns the counts, the device and the links in a part of a name: [4, 8], A100 and [400G] for `4x8xA100@400G`.
-    `name` is the whole name."""
-    match = _NAME.fullmatch(part.strip())
+    `whole` is the whole name, if that has other parts."""
+    match, name = _NAME.fullmatch(part.strip()), whole or part
     counts = [int(count) for count in match[1].split("x") if count] if match else []
     if match is None or len(counts) > 2:
         raise InputError(f"cluster '{name}' is not known: {CLUSTER_NAME_HINT}")
