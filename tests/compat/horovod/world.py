@@ -1,10 +1,10 @@
 """Runs functions that call Horovod on ranks of a pool, or alone in the process of the test."""
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import meshwright.compat.horovod as hvd
+from meshwright.launch.environment import environment_variables
 from meshwright.launch.loopback import ADDRESS, serve_store
 from tests.ranks import RankPool
 
@@ -24,8 +24,9 @@ def run_horovod(pool: RankPool | None, function: Callable[..., Any], *args: Any)
 
 def _as_rank(rank: int, size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     values = (rank, size, rank, size, ADDRESS, port)
-    os.environ.update({f"HOROVOD_{name}": str(value) for name, value in zip(VARIABLES, values, strict=True)})
-    return _between_init_and_shutdown(function, args)
+    variables = {f"HOROVOD_{name}": str(value) for name, value in zip(VARIABLES, values, strict=True)}
+    with environment_variables(variables):  # other tests use the same rank afterwards
+        return _between_init_and_shutdown(function, args)
 
 
 def _between_init_and_shutdown(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
