@@ -31,7 +31,7 @@ from tests.train.one_process import world
 
 JOBS = Path(__file__).parents[2] / "jobs"
 SETTINGS = ["data.synthetic=true", "data.eval=null", "metrics={}", "checkpoint.best=null"]
-QUICK = {"mnist", "two_tower"}
+QUICK = {"mnist"}
 
 
 def train_one_step(rank: int, size: int, name: str, plan: Plan) -> float:

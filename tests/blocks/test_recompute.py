@@ -89,7 +89,7 @@ def test_recomputing_saves_fewer_bytes_and_costs_more_flops(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    all_but({("gpt", "full")}, [(name, kind) for name in ("gpt", "llama") for kind in KINDS]),
+    all_but([], [(name, kind) for name in ("gpt", "llama") for kind in KINDS]),
 )
 def test_equal_blocks_traced_once_cost_as_much_as_all_traced(name: str, kind: Recompute) -> None:
     model = tiny_decoder(layers=5) if name == "gpt" else tiny_llama(layers=5)
@@ -112,6 +112,7 @@ def test_blocks_are_found_and_a_model_without_any_is_refused() -> None:
         recompute_blocks(nn.Linear(2, 2), "full")
 
 
+@pytest.mark.soak
 def test_split_marks_are_right_where_recomputing_adds_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.11 adds two tensors of no size for every recomputed block."""
 

@@ -30,6 +30,7 @@ def test_a_model_is_planned_without_a_job(folder: Path, run_command: RunCommand)
     assert json.loads(given.stdout.splitlines()[-1])["best"]["memory_bytes"] < report["best"]["memory_bytes"]
 
 
+@pytest.mark.soak
 def test_a_model_for_pictures_is_planned_without_a_job(folder: Path, run_command: RunCommand) -> None:
     words = ("--cluster", "2xA100-80GB", "--image", "32", "--top", "1", "--json")
     result = run_command("plan", "timm:test_resnet", *words)

@@ -31,6 +31,7 @@ def verdicts(records: list[dict[str, str]], store: dist.Store) -> list[str]:
         return list(pool.map(verdict, range(len(records))))
 
 
+@pytest.mark.soak
 def test_a_thousand_ranks_agree_and_each_is_told_which_one_differs() -> None:
     records = [{"torch": "2.13.0", "train.seed": "0"} for _ in range(1000)]
     assert set(verdicts(records, dist.HashStore())) == {""}

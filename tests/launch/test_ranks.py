@@ -53,6 +53,7 @@ def test_a_pool_runs_many_functions_and_recovers_from_failures() -> None:
             pool.run(die_on_1)
 
 
+@pytest.mark.soak
 def test_the_time_limit_ends_a_rank_that_hangs() -> None:
     with ranks(2) as pool:
         pool.run(facts)  # starting the ranks takes longer than the time limit below

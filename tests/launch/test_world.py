@@ -52,6 +52,7 @@ def test_torchrun_ranks_join(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.log"))
 
 
+@pytest.mark.soak
 def test_a_failure_under_torchrun_is_reported_in_one_line(tmp_path: Path) -> None:
     run = torchrun("early", tmp_path)
     assert run.returncode != 0

@@ -246,6 +246,7 @@ def prove(rank: int, size: int, plan: Plan, folder: Path) -> dict[str, Any] | No
     return proof.to_dict() if proof else None
 
 
+@pytest.mark.soak
 def test_the_best_plan_of_two_towers_trains_the_same_model(two: RankPool, tmp_path: Path) -> None:
     workload, data = ZOO["two_tower"], RandomSamples(ZOO["two_tower"].data)
     sample = torch.utils.data.default_collate([data[0], data[1]])

@@ -49,7 +49,7 @@ VISION_MODELS = {
     "timm.resnetv2_50": 64,
     "timm.poolformer_s12": 64,
 }
-QUICK = {"gpt2", "torchvision.models.squeezenet1_0", "timm.deit_tiny_patch16_224"}
+QUICK = {"gpt2", "torchvision.models.squeezenet1_0"}
 
 
 def soak_unless_quick(names: Any) -> list[Any]:
@@ -114,6 +114,7 @@ def test_a_model_that_reads_tensor_values_is_refused_with_the_module_and_the_lin
         trace_profile(model, (inputs, inputs), nn.functional.mse_loss)
 
 
+@pytest.mark.soak
 def test_a_model_that_skips_layers_at_random_is_traced() -> None:
     pytest.importorskip("transformers")
     config = load("transformers.OPTConfig")(

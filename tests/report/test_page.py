@@ -164,6 +164,7 @@ def test_every_part_works_in_a_browser(full_page: Path, open_page: Callable[...,
     assert opened.problems == []
 
 
+@pytest.mark.soak
 def test_a_screen_reader_sees_a_tree_and_the_keyboard_folds_it(full_page: Path, open_page: Callable[..., Any]) -> None:
     opened = open_page(full_page)
     tree = opened.page.locator(".part.tree")
@@ -180,6 +181,7 @@ def test_a_screen_reader_sees_a_tree_and_the_keyboard_folds_it(full_page: Path, 
     assert opened.problems == []
 
 
+@pytest.mark.soak
 def test_a_page_fits_a_phone_and_prints_light(full_page: Path, open_page: Callable[..., Any]) -> None:
     opened = open_page(full_page, width=390, scheme="dark")
     assert opened.page.evaluate("document.documentElement.dataset.theme") == "dark"

@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Axes
 from meshwright.proof.compare.errors import ComparedKind, ComparedValue, Comparison, Difference, ExaminedCause
@@ -92,6 +94,7 @@ def test_points_of_exactly_equal_values_are_drawn_below_all_others() -> None:
     assert all(value > 0 for values in errors.values() for value in values)
 
 
+@pytest.mark.soak
 def test_a_proof_of_very_many_tensors_keeps_the_largest_errors() -> None:
     proof = made_up_proof([f"layer{number}" for number in range(8_000)], wrong="layer77")
     table = table_of(proof)

@@ -31,6 +31,7 @@ def test_a_step_on_another_cluster_is_predicted_without_its_devices() -> None:
     assert prediction.based_on == "datasheet; traced steps at batches 2, 3 and 5"
 
 
+@pytest.mark.soak
 def test_bf16_needs_less_and_a_larger_batch_more() -> None:
     model, batch = gpt2()
 

@@ -111,6 +111,7 @@ def test_workspaces_of_convolutions(name: str, channels_last: bool) -> None:
     assert STATED[name].worse_figures({"median": median(errors), "agreeing": agreeing}) == []
 
 
+@pytest.mark.soak
 def test_some_peaks_of_memory_on_one_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [case for case in one_gpu.cases() if case["name"] in FAST_MEMORY_CASES]
     monkeypatch.setattr(one_gpu, "cases", lambda: cases)

@@ -49,11 +49,13 @@ def test_vggs_fully_connected_layers_may_be_narrower() -> None:
         vision.vgg16(hidden=0)
 
 
+@pytest.mark.soak
 def test_deeplab_returns_a_score_per_class_and_pixel() -> None:
     model = on_meta(vision.deeplab)
     assert model(torch.empty(2, 3, 64, 48, device=META)).shape == (2, 21, 64, 48)
 
 
+@pytest.mark.soak
 def test_deeplabs_auxiliary_head_runs_in_training_only() -> None:
     model = on_meta(vision.deeplab, auxiliary=True)
     assert sum(p.numel() for p in model.parameters()) == 60_996_202  # as torchvision publishes
@@ -162,6 +164,7 @@ def test_a_wrong_argument_is_an_input_error(keywords: dict[str, Any], words: str
             make(**keywords)
 
 
+@pytest.mark.soak
 def test_a_resnet_learns_the_generated_images() -> None:
     torch.manual_seed(0)
     model = vision.resnet18(classes=4)

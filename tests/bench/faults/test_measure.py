@@ -30,6 +30,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> FaultReport:
     return measure(request_for(folder, kills=2, seed=3), folder / "runs", start=start_command_with)
 
 
+@pytest.mark.soak
 def test_killed_runs_lose_nothing_and_end_with_the_same_weights(report: FaultReport) -> None:
     (comparison,) = report.comparisons
     assert comparison.leftovers == ()
@@ -40,6 +41,7 @@ def test_killed_runs_lose_nothing_and_end_with_the_same_weights(report: FaultRep
     assert report.is_good
 
 
+@pytest.mark.soak
 def test_the_report_has_the_times_of_recoveries_with_their_parts(report: FaultReport) -> None:
     shown = report.to_json()
     summary = shown["summary"]["with spare"]
@@ -59,6 +61,7 @@ def test_the_report_has_the_times_of_recoveries_with_their_parts(report: FaultRe
     assert "committed steps lost: 0; final weights: bitwise those of the undisturbed run" in text
 
 
+@pytest.mark.soak
 def test_whatever_is_wrong_makes_the_report_bad(report: FaultReport) -> None:
     (good,) = report.comparisons
     kill = replace(good.run.kills[0], committed=20, resumed=15)

@@ -81,10 +81,10 @@ def run_epochs(rank: int, world_size: int, plan: Any, *args: Any) -> list[float]
 @pytest.mark.parametrize(
     ("skip", "plan"),
     [
-        (3, None),
-        (0, SHARDED),
+        (3, SHARDED),
+        pytest.param(0, SHARDED, marks=pytest.mark.soak),
         pytest.param(0, None, marks=pytest.mark.soak),
-        pytest.param(3, SHARDED, marks=pytest.mark.soak),
+        pytest.param(3, None, marks=pytest.mark.soak),
     ],
 )
 def test_a_loop_that_is_resumed_continues_as_if_it_had_not_been_interrupted(

@@ -49,7 +49,7 @@ def _numbers(lines: list[str]) -> list[float]:
     ("name", "plan"),
     [
         ("accelerate_vision.py", ()),
-        ("accelerate_language.py", ("--plan", SHARDED)),
+        pytest.param("accelerate_language.py", ("--plan", SHARDED), marks=pytest.mark.soak),
         pytest.param("accelerate_vision.py", ("--plan", SHARDED), marks=pytest.mark.soak),
         pytest.param("accelerate_language.py", (), marks=pytest.mark.soak),
     ],

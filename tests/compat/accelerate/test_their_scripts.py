@@ -82,6 +82,7 @@ def test_their_script_passes_on_two_ranks(two: RankPool, tmp_path: Path) -> None
         assert calls["forward"] == calls["backward"] == calls["after_optimizer_step"] == 96
 
 
+@pytest.mark.soak
 def test_their_sync_script_passes_on_two_ranks(two: RankPool, tmp_path: Path) -> None:
     for calls in two.run(_run, "sync", tmp_path):
         assert calls["prepare_model"] == 3 + 16

@@ -16,6 +16,7 @@ from accelerate.utils import DataLoaderConfiguration  # noqa: E402
 from meshwright.compat.accelerate import Accelerator  # noqa: E402
 from meshwright.errors import InputError  # noqa: E402
 from tests.compat.accelerate.loops import accelerate_process, network, samples, train_alone, train_on  # noqa: E402
+from tests.soaked import all_but  # noqa: E402
 
 SHARDED: dict[str, Any] = {"axes": {"shard": 2}}
 PLANS: list[dict[str, Any] | None] = [
@@ -34,7 +35,7 @@ def assert_equal(one: tuple[list[float], dict[str, Tensor]], other: tuple[list[f
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", all_but({2}, [1, 2]))
 def test_two_ranks_train_as_one_process_with_the_same_global_batch(
     two: RankPool, plan: dict[str, Any] | None, accumulation: int
 ) -> None:

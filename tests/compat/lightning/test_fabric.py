@@ -17,6 +17,7 @@ from meshwright.errors import InputError
 from tests.compat.lightning.modules import GLOBAL_BATCH, largest_difference, network, plain, samples
 from tests.compat.lightning.trainers import PoolEnvironment
 from tests.ranks import RankPool
+from tests.soaked import all_but
 
 PLANS = [{"axes": {"replicate": 2}}, {"axes": {"shard": 2}}]
 
@@ -103,7 +104,7 @@ def test_loops_train_the_weights_of_ddp(loop: Any, two: RankPool) -> None:
         assert largest_difference(expected[0], weights[0]) < 1e-9
 
 
-@pytest.mark.parametrize("checkpoint_format", ["lightning", "meshwright"])
+@pytest.mark.parametrize("checkpoint_format", all_but({"lightning"}, ["lightning", "meshwright"]))
 def test_a_checkpoint_continues_under_another_plan(checkpoint_format: str, two: RankPool, tmp_path: Path) -> None:
     expected = two.run(train_regression, "ddp")[0]
     for number, (first, second) in enumerate([PLANS, PLANS[::-1]]):

@@ -25,6 +25,7 @@ def kill_and_resume(pool: RankPool, name: str, plan: Any, checkpoint_format: str
     assert largest_difference(expected["weights"], results[0]["weights"]) < 1e-9
 
 
+@pytest.mark.soak
 def test_a_training_continues_after_a_rank_was_killed(two: RankPool, tmp_path: Path) -> None:
     kill_and_resume(two, "regression", {"axes": {"shard": 2}}, "meshwright", tmp_path)
 

@@ -14,6 +14,7 @@ from meshwright.errors import InputError
 from tests.compat.lightning.modules import GLOBAL_BATCH, Regression, WithSession, largest_difference, plain, samples
 from tests.compat.lightning.trainers import make_trainer
 from tests.ranks import RankPool, ranks
+from tests.soaked import all_but
 
 PIPELINE = {"axes": {"pipeline": 2}, "pipeline": {"cuts": ["2"], "microbatches": 2, "schedule": "gpipe"}}
 
@@ -31,7 +32,7 @@ def train(
     return trainer.global_step, plain(strategy.full_state_dict())
 
 
-@pytest.mark.parametrize("plan", [{"axes": {"tensor": 2}}, PIPELINE])
+@pytest.mark.parametrize("plan", all_but([{"axes": {"tensor": 2}}], [{"axes": {"tensor": 2}}, PIPELINE]))
 def test_split_and_cut_models_train_as_one_process(plan: Any, two: RankPool, tmp_path: Path) -> None:
     with ranks(1) as one:
         steps, expected = one.run(train, None, str(tmp_path), 3, None, None)[0]

@@ -15,6 +15,7 @@ from meshwright.errors import CheckpointError
 from tests.compat.transformers.test_trainer import CLOSE, REPLICATE, SHARD, TENSOR
 from tests.compat.transformers.trainers import loss_of_folder, train
 from tests.ranks import RankPool
+from tests.soaked import all_but
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
 
@@ -28,7 +29,7 @@ def train_here(folder: Path, plan: Any = None, name: str = "llama", resume: Any 
     [
         pytest.param(REPLICATE, id="replicate", marks=pytest.mark.soak),
         pytest.param(SHARD, id="shard"),
-        pytest.param(TENSOR, id="tensor"),
+        pytest.param(TENSOR, id="tensor", marks=pytest.mark.soak),
     ],
 )
 def test_killed_and_resumed_gives_the_same_losses(plan: Any, two: RankPool, tmp_path: Path) -> None:
@@ -91,14 +92,14 @@ def test_adapters_are_saved_as_peft_does_and_resumed(two: RankPool, tmp_path: Pa
     assert resumed["losses"] == pytest.approx(whole["losses"], **CLOSE)
 
 
-def test_the_best_model_is_loaded_at_the_end(two: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", all_but({"llama"}, ["llama", "adapters"]))
+def test_the_best_model_is_loaded_at_the_end(two: RankPool, tmp_path: Path, name: str) -> None:
     best: dict[str, Any] = {
         "load_best_model_at_end": True,
         "metric_for_best_model": "loss",
         "eval_strategy": "steps",
         "eval_steps": 3,
     }
-    for name in ("llama", "adapters"):
-        whole = train_here(tmp_path / f"one {name}", "trainer", name, **SAVING, **best)
-        result = two.run(train, name, SHARD, str(tmp_path / name), 22, None, {**SAVING, **best})[0]
-        assert result["metrics"] == pytest.approx(whole["metrics"], **CLOSE)
+    whole = train_here(tmp_path / "one", "trainer", name, **SAVING, **best)
+    result = two.run(train, name, SHARD, str(tmp_path / "two"), 22, None, {**SAVING, **best})[0]
+    assert result["metrics"] == pytest.approx(whole["metrics"], **CLOSE)

@@ -204,6 +204,7 @@ def test_a_kill_during_start_up_is_survived(tmp_path: Path) -> None:
     assert len(reports(tmp_path, 1)) == 2
 
 
+@pytest.mark.soak
 def test_a_stuck_rank_is_named(tmp_path: Path) -> None:
     with pytest.raises(RankError) as caught:
         start("stuck", tmp_path, "6", restarts=0)  # joining may take as long, too, where cores are busy

@@ -48,14 +48,14 @@ def check_plan_is_proved(pool: RankPool, kind: str, plan: Plan, folder: Path) ->
         assert result["parameters"] == [name for name in names if not name.startswith(tuple(remote))]
 
 
-@pytest.mark.parametrize("kind", BRANCHES)
+@pytest.mark.parametrize("kind", all_but({"two_tower"}, BRANCHES))
 def test_branches_train_the_same_model(two: RankPool, kind: str, tmp_path: Path) -> None:
     check_plan_is_proved(two, kind, branch_plan(kind, {}), tmp_path)
 
 
 @pytest.mark.parametrize(
     ("axis", "kind"),
-    all_but({("replicate", "multitask")}, [(axis, kind) for axis in ("replicate", "shard") for kind in BRANCHES]),
+    all_but([], [(axis, kind) for axis in ("replicate", "shard") for kind in BRANCHES]),
 )
 def test_branches_combine_with_other_axes_and_accumulation(
     four: RankPool, kind: str, axis: str, tmp_path: Path

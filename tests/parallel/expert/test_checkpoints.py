@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -66,6 +67,7 @@ def save_and_load(rank: int, size: int, kind: str, axes: list[dict[str, int]], f
         session.save(folder / str(number))
 
 
+@pytest.mark.soak
 def test_a_run_with_stacked_experts_goes_on_under_other_plans(four: RankPool, tmp_path: Path) -> None:
     four.run(save_and_load, "stacked", list(PLANS), tmp_path)
 

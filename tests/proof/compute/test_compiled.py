@@ -78,7 +78,7 @@ def check_proof(pool: RankPool, groups: dict[str, Any], what: str, backend: str 
 
 @pytest.mark.parametrize(
     ("name", "what"),
-    all_but([("tensor", "blocks")], [(n, w) for n in TWO_RANKS for w in ("blocks", "model")]),
+    all_but([("replicate", "blocks")], [(n, w) for n in TWO_RANKS for w in ("blocks", "model")]),
 )
 def test_compiled_plans_of_two_ranks_are_proved(two: RankPool, tmp_path: Path, name: str, what: str) -> None:
     check_proof(two, TWO_RANKS[name], what, "aot_eager", tmp_path)

@@ -43,7 +43,7 @@ OF_CAPACITY = ("R2E2", "S2E2", "R4E2", "R4E4", "S4E2", "R2S2E2")
 OF_LISTS = ("R2E2", "S2E2", "R4E2", "R4E4", "R2S2E2")
 EACH = [f"{name}: {plan}" for name in MIXTURES for plan in PLANS] + [f"listed experts: {plan}" for plan in OF_LISTS]
 EACH += [f"unused expert: {plan}" for plan in OF_UNUSED] + [f"decoder with a capacity: {plan}" for plan in OF_CAPACITY]
-QUICK = {"mixtral: R2E2", "deepseek: S4E2", "qwen3 mixture: R2P2E2", "listed experts: R2S2E2"}
+QUICK = {"mixtral: R2E2", "listed experts: R2S2E2"}
 
 
 def world_size(plan: str) -> int:

@@ -38,13 +38,10 @@ TOKENS: Key = ("expert", "all_to_all")
 # The pipeline rank, its collectives and the bytes that it holds.
 RankTraffic = tuple[int, tuple[CountedCollective, ...], dict[str, int]]
 QUICK = (
-    ("mnist", "R2 twice"),
     ("vgg", "R2 wide"),
     ("gpt", "S2 gradients"),
     ("gpt", "T2 sequence loss"),
-    ("gpt", "C2 ring full"),
     ("mnist", "S2P2 twice"),
-    ("mixture", "R2E2 twice"),
 )
 # Kind of model, a part of the case, the collectives that differ from the prediction, and why.
 KNOWN_DIFFERENCES: tuple[tuple[str, str, tuple[Key, ...], str], ...] = (

@@ -98,6 +98,7 @@ def charts(page: Page) -> list[Chart]:
     return [chart for _, chart in page.charts]
 
 
+@pytest.mark.soak
 def test_the_page_of_strategies_is_drawn_and_sorted(tmp_path: Path, open_page: Callable[..., Any]) -> None:
     (tmp_path / "bench.json").write_text(json.dumps(strategies()))
     write_page(file_page(tmp_path / "bench.json"), tmp_path / "bench.html")

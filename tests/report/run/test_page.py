@@ -127,6 +127,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
         run_page(tmp_path / "missing")
 
 
+@pytest.mark.soak
 def test_hostile_names_stay_text_in_a_browser(tmp_path: Path, open_page: Callable[..., Any]) -> None:
     page = run_page(make_run(tmp_path / "run", hostile=True), live=True)
     file = tmp_path / "page.html"

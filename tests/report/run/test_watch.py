@@ -19,7 +19,7 @@ from tests.report.made_up_run import BEGAN, make_run
 def server(tmp_path: Path) -> Iterator[RunServer]:
     run = make_run(tmp_path / "run", ranks=2, steps=60, finished=False)
     with RunServer(run) as server:
-        thread = Thread(target=server.serve_forever, daemon=True)
+        thread = Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         yield server
         server.shutdown()

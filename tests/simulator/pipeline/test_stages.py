@@ -12,6 +12,7 @@ from meshwright.profile.values import ModelProfile
 from meshwright.simulator.pipeline.stages import stage_profiles
 from meshwright.workloads.text.decoder import Decoder
 from tests.profile.models import scores_loss, small_model
+from tests.soaked import all_but
 
 
 @cache
@@ -30,7 +31,7 @@ def decoder(tied: bool = False, merge_equal_blocks: bool = True, precision: str 
     )
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", all_but({"fp32"}, ["fp32", "bf16"]))
 @pytest.mark.parametrize("cuts", [("blocks.3",), ("blocks.0", "blocks.2", "blocks.5"), ("embedding",), ("blocks.7",)])
 def test_stages_add_up_to_the_model(cuts: tuple[str, ...], precision: str) -> None:
     profile = decoder(precision=precision)
@@ -78,6 +79,7 @@ def test_a_cut_that_the_model_does_not_have_is_refused() -> None:
         stage_profiles(decoder(), ("blocks.9",))
 
 
+@pytest.mark.soak
 def test_stages_of_a_model_without_equal_blocks_add_up() -> None:
     model, batch, loss = small_model("resnet18")
     profile: Any = trace_profile(model, batch, loss, with_structure=True)

@@ -134,6 +134,7 @@ def test_layers_split_over_the_replicate_axis_hold_fewer_weights_and_compute_as_
     assert profile.parameter_bytes - divided.parameter_bytes >= before / 2
 
 
+@pytest.mark.soak
 def test_splits_are_the_same_in_low_precision() -> None:
     profile = wide_decoder()
     with torch.device("meta"):

@@ -123,6 +123,7 @@ def last_text(folder: Path) -> str:
     return (folder / "generated.txt").read_text().splitlines()[-1]
 
 
+@pytest.mark.soak
 def test_text_is_generated_on_one_rank_and_under_shards_and_splits(tmp_path: Path, two: RankPool) -> None:
     file = written(tmp_path)
     generate(0, 1, file, {}, tmp_path / "alone")

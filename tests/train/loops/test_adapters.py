@@ -84,7 +84,7 @@ def parallel(rank: int, size: int, axis: str) -> tuple[Any, ...]:
     return losses, session.state_dict(), bytes_by_collective(counter.collectives), held
 
 
-@pytest.mark.parametrize("axis", all_but(["replicate", "shard"], list(PLANS)))
+@pytest.mark.parametrize("axis", all_but(["shard"], list(PLANS)))
 def test_adapters_train_as_in_plain_pytorch(two: RankPool, axis: str) -> None:
     losses, weights = plain()
     for found_losses, found_weights, traffic, held in two.run(parallel, axis):

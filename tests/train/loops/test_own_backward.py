@@ -14,6 +14,7 @@ from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.train.session import Session
 from tests.ranks import RankPool
+from tests.soaked import all_but
 from tests.train.loops.models import assert_close, model, pairs, plan_of, shuffled
 from tests.train.toy import points
 
@@ -77,7 +78,7 @@ def accumulation(rank: int, size: int, plan: Plan, explicit: bool) -> Result:
     return losses, session.state_dict()
 
 
-@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("explicit", all_but({False}, [False, True]))
 @pytest.mark.parametrize(
     "plan",
     [

@@ -47,6 +47,7 @@ def test_the_fastest_precision_is_chosen(monkeypatch: pytest.MonkeyPatch, faster
     assert choice.reason == reason
 
 
+@pytest.mark.soak  # test_compute.py measures steps of a job in the same way
 def test_steps_of_the_job_are_measured() -> None:
     before = torch.get_num_threads()
     choice = choose_precision(AUTO, toy_job(), machine("amx-bf16"))

@@ -78,6 +78,7 @@ def test_the_catalog_also_prices_collectives_that_it_has_no_curves_for() -> None
     assert summary(unseen)["median"] < 0.15
 
 
+@pytest.mark.soak
 def test_one_source_left_out() -> None:
     source = "bigscience-workshop/bigscience"
     rows = [case for case in cases() if case.source == source or case.group_name == "vtrain_lut"]

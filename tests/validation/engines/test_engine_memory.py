@@ -10,10 +10,14 @@ from meshwright.simulator.memory.peak import predict_memory
 from meshwright.simulator.predict import device_memory, plan_memory, predict_plan
 from tests.profile.models import scores_loss
 from tests.simulator.test_predict import gpt2
+from tests.soaked import all_but
 from validation.engines.engine import engine_named
 
 
-@pytest.mark.parametrize(("name", "as_eager"), [("pytorch", True), ("deepspeed", False), ("megatron", False)])
+@pytest.mark.parametrize(
+    ("name", "as_eager"),
+    all_but([("pytorch", True), ("deepspeed", False)], [("pytorch", True), ("deepspeed", False), ("megatron", False)]),
+)
 def test_only_an_eager_engine_needs_the_memory_of_eager_pytorch(name: str, as_eager: bool) -> None:
     model, batch = gpt2()
     traced = trace_profile(model, batch, scores_loss, precision="bf16")

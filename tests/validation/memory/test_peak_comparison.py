@@ -18,6 +18,7 @@ def test_the_table_names_errors_and_the_summary_their_worst() -> None:
     assert summary(comparisons) == "3 rows: median error 1.0%, worst 4.0%"
 
 
+@pytest.mark.soak
 def test_recorded_peaks_are_compared_without_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

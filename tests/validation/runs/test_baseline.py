@@ -21,6 +21,7 @@ def timed_decoders() -> tuple[TimedCase, ...]:
     return timed_cases(decoders())
 
 
+@pytest.mark.soak
 def test_the_share_of_the_peak_is_that_of_the_publication() -> None:
     """44% and 50% of 312 TFLOP/s, by the paper's own count."""
     shares = {timed.case.id: timed.share for timed in timed_decoders()}

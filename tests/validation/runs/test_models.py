@@ -21,6 +21,7 @@ def cases() -> tuple[PublishedCase, ...]:
     return cover().cases
 
 
+@pytest.mark.soak
 def test_every_decoder_can_be_built() -> None:
     """One of each source and set of keywords."""
     kinds = {(case.source, *case.model.arguments): case.model.arguments for case in cases() if is_decoder(case)}

@@ -35,7 +35,7 @@ def test_the_loss_falls_as_the_job_file_says() -> None:
     assert assert_loss_falls_as_the_file_says("recommender")["auc"] > 0.8
 
 
-@pytest.mark.parametrize("kind", all_but({"sparse", "tensor"}, PLANS))
+@pytest.mark.parametrize("kind", all_but({"sparse"}, PLANS))
 def test_the_job_trains_under_plans_as_on_one_device(two: RankPool, tmp_path: Path, kind: str) -> None:
     cache, settings = Path(os.environ["XDG_CACHE_HOME"]), (f"model.sparse={str(kind == 'sparse').lower()}",)
     proof = two.run(prove_in_rank, "recommender", Plan.model_validate(PLANS[kind]), tmp_path, cache, *settings)[0]

@@ -33,7 +33,7 @@ def parameter_count(size: str) -> int:
     return int(k["layers"] * (attention + feedforward + 2 * norm) + norm + table)
 
 
-_LARGEST = {"megatron-530B", "1T", "gpt3-175B"}
+_LARGEST = {"megatron-530B", "1T", "gpt3-175B", "llama3-405B", "llama3-70B", "llama2-70B"}
 
 
 @pytest.mark.parametrize("size", all_but({*published_sizes()} - _LARGEST, sorted(published_sizes())))
@@ -69,6 +69,7 @@ def test_well_known_models_have_their_published_totals() -> None:
     assert {size: parameter_count(size) for size in known} == known
 
 
+@pytest.mark.soak
 def test_175_billion_parameters_take_no_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with FakeTensorMode():
