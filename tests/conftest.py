@@ -102,11 +102,15 @@ _LONG = (
     "planner/test_search.py",
     "compat/lightning/test_trainer.py",
     "compat/transformers/test_trainer.py",
-    "proof/models/test_transformers.py",
     "train/runs/test_faults.py",
     "train/test_launched.py",
-    "workloads/text/test_text_jobs.py",
-    "train/runs/test_default_job.py",
+    "train/stalls/test_stalls.py",
+    "documentation/test_blocks.py",
+    "proof/causes/test_causes.py",
+    "planner/questions/test_questions.py",
+    "launch/test_notebook.py",
+    "report/plans/test_page.py",
+    "calibrate/test_probe.py",
 )
 
 
