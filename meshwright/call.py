@@ -4,6 +4,7 @@ well as `torchvision.models.vgg16`. `load` imports it, `build` calls it, `bind` 
 import importlib
 import importlib.util
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -163,13 +164,24 @@ def _accepts(target: Callable[..., Any], name: str) -> bool:
     return name in signature.parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
 
+def _prepare_imports() -> None:
+    """Prepares for what imported libraries do: for torchvision that was built for another torch, and for torchao, which
+    transformers imports and whose enumerations torch warns about in several lines that no user can change."""
+    mend_torchvision()
+    logging.getLogger("torch.utils._pytree").addFilter(_is_no_enum_warning)  # adds it once
+
+
+def _is_no_enum_warning(record: logging.LogRecord) -> bool:
+    return "is an Enum subclass" not in str(record.msg)
+
+
 def _import_module(module: str, path: str) -> Any:
     if not module or module.startswith("."):
         raise InputError(f"'{path}' is not an import path: write 'package.module:name' or 'file.py:name'")
     # Users keep their modules in the working folder, which console scripts do not have on the path.
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    mend_torchvision()
+    _prepare_imports()
     try:
         with nullcontext() if module in sys.modules else announced_if_slow(f"importing {module}"):
             return importlib.import_module(module)
@@ -196,7 +208,7 @@ def _import_file(file: Path, path: str) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    mend_torchvision()
+    _prepare_imports()
     try:
         with announced_if_slow(f"importing {file.name}"):
             spec.loader.exec_module(module)

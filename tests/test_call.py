@@ -1,5 +1,6 @@
 """Callables are named by import path, also those in a user's own file; a mistake in one is reported in one line."""
 
+import logging
 import os
 import signal
 import site
@@ -366,3 +367,11 @@ def test_packages_that_a_path_file_adds_are_no_code_of_the_user(
     site.addsitedir(str(tmp_path))
     assert not user_code.is_user_file(str(installed / "library" / "code.py"))
     assert user_code.is_user_file(str(project / "model.py")), "a project that is installed in editable mode"
+
+
+def test_a_deprecation_of_a_librarys_enumeration_is_not_printed(caplog: pytest.LogCaptureFixture) -> None:
+    load("json:loads")
+    log = logging.getLogger("torch.utils._pytree")
+    log.warning("%s is an Enum subclass and is now natively supported by torch.compile", "KernelPreference")
+    log.warning("another warning")
+    assert [record.getMessage() for record in caplog.records] == ["another warning"]
