@@ -91,6 +91,8 @@ class BoundCalculator:
     _pass_seconds: dict[Candidate, _PassSeconds] = field(default_factory=dict)
     _largest_weights: dict[tuple[Any, ...], _WeightBytes] = field(default_factory=dict)
     _piece_sums: dict[tuple[int, str], PieceSums] = field(default_factory=dict)
+    _gathered: dict[tuple[int, float], float] = field(default_factory=dict)
+    _states: dict[tuple[Any, ...], float] = field(default_factory=dict)
     _routed: dict[float, list[tuple[float, float, int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -164,6 +166,8 @@ class BoundCalculator:
         """A lower bound of the bytes of gathered weights if parameters are sharded: the weights of one block, the flat
         buffer into which the weights of the next block are gathered, and the copy of that buffer. Of the weights of
         experts, `expert_share` is gathered."""
+        if pieces is None and (tensor, expert_share) in self._gathered:
+            return self._gathered[tensor, expert_share]
         blocks = set(self.summary.profile.blocks)
         rank_pieces = pieces or self.summary.rank_pieces(tensor, "none")
         block_bytes = [
@@ -171,7 +175,10 @@ class BoundCalculator:
             for piece in rank_pieces
             if piece.name in blocks and piece.weight_bytes
         ]
-        return min(block_bytes) + 2 * max(block_bytes) if block_bytes else 0.0
+        gathered = min(block_bytes) + 2 * max(block_bytes) if block_bytes else 0.0
+        if pieces is None:
+            self._gathered[tensor, expert_share] = gathered
+        return gathered
 
     def _sums(self, tensor: int, recompute: str) -> PieceSums:
         pieces = self.summary.rank_pieces(tensor, recompute)
@@ -234,12 +241,16 @@ class BoundCalculator:
             )
         stages = stages or self._stages(candidate) or []
         saved = self._sums(sizes.tensor, candidate.recompute).saved
-        floor = self.states_bytes(sizes)
+        if (sizes,) not in self._states:
+            self._states[sizes,] = self.states_bytes(sizes)
+        floor = self._states[sizes,]
         for rank in {0, ranks - 1}:
             rank_stages = stages[rank::ranks]
             saved_bytes = sum(saved.of(*stage) for stage in rank_stages) * in_flight(candidate, rank) / len(rank_stages)
-            states = self._states_bytes(sizes, self._rank_weights(sizes, rank_stages))
-            floor = max(floor, states + saved_bytes * candidate.microbatch_samples)
+            key = (sizes, candidate.stages, candidate.recompute, rank)  # which decide the cuts
+            if key not in self._states:
+                self._states[key] = self._states_bytes(sizes, self._rank_weights(sizes, rank_stages))
+            floor = max(floor, self._states[key] + saved_bytes * candidate.microbatch_samples)
         return floor
 
     # ---- time

@@ -3,6 +3,7 @@ every piece the bytes of its weights and of the activations that it saves for th
 split, and where the model can be cut. The summary is computed from a profile."""
 
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd
@@ -85,7 +86,7 @@ class ModelSummary:
     fixed_cuts: tuple[str, ...] | None = None
     branch_ranks: dict[tuple[Axes, str], dict[str, int]] = field(default_factory=dict)
     _piece_seconds: dict[float, list[tuple[float, float]]] = field(default_factory=dict)
-    _rank_pieces: dict[tuple[int, str], tuple[PieceSummary, ...]] = field(default_factory=dict)
+    _rank_pieces: dict[tuple[int, str, bool], tuple[PieceSummary, ...]] = field(default_factory=dict)
     _recompute_profiles: dict[str, ModelProfile] = field(default_factory=dict)
     _cuts: dict[tuple[int, str], tuple[int, ...] | None] = field(default_factory=dict)
     _on_nodes: "list[tuple[Node, ModelSummary]]" = field(default_factory=list)
@@ -102,14 +103,15 @@ class ModelSummary:
         """The pieces of the model with the bytes that one rank of the tensor axis has of each. Until a profile with
         this level of recomputation is added (`add_profile`), a recomputed piece is assumed to save no more than the
         activations that it sends to the next piece."""
-        key = (tensor, recompute)
+        is_added = recompute != "none" and recompute in self._recompute_profiles
+        key = (tensor, recompute, is_added)
         if key not in self._rank_pieces:
             profile = self._recompute_profiles.get(recompute, self.profile)
             if tensor > 1:
                 modules = Modules(sequence=self.has_sequence, loss=self.has_vocabulary)
                 profile = split_profile(profile, Plan(axes=Axes(tensor=tensor), modules=modules))
             pieces = _summarize_pieces(profile)
-            if recompute != "none" and recompute not in self._recompute_profiles:
+            if recompute != "none" and not is_added:
                 pieces = tuple(replace(p, saved_bytes=p.sent_bytes / tensor) if p.recomputable else p for p in pieces)
             self._rank_pieces[key] = pieces
         return self._rank_pieces[key]
@@ -117,9 +119,14 @@ class ModelSummary:
     def add_profile(self, recompute: str, profile: ModelProfile) -> None:
         """Adds the profile with this level of recomputation after it has been traced. It replaces the assumption of
         `rank_pieces`."""
-        if recompute not in self._recompute_profiles:
-            self._recompute_profiles[recompute] = profile
-            self._rank_pieces = {key: pieces for key, pieces in self._rank_pieces.items() if key[1] != recompute}
+        self._recompute_profiles.setdefault(recompute, profile)
+
+    def for_another_search(self) -> "ModelSummary":
+        """The same summary without the profiles that `add_profile` has added, and without placements, which depend on
+        the batch and the cluster: every search of a question finds what it would find alone. The rest is shared."""
+        other = copy(self)  # with the values of cached properties
+        other._recompute_profiles, other.branch_ranks = {}, {}
+        return other
 
     @cached_property
     def has_sequence(self) -> bool:

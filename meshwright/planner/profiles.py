@@ -2,9 +2,10 @@
 first needed, because tracing a large model takes seconds and a search needs only some of them."""
 
 from collections import Counter
+from collections.abc import Callable, Hashable
 from dataclasses import InitVar, dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -16,6 +17,8 @@ from meshwright.profile.tracing.real_steps import trace_or_measure_profile
 from meshwright.profile.tracing.step import LossFunction
 from meshwright.profile.values import ModelProfile
 from meshwright.progress import phase
+
+Value = TypeVar("Value")
 
 
 @dataclass
@@ -33,6 +36,7 @@ class Profiles:
     trace_s: float = 0.0
     known_structure: InitVar[ModelStructure | None] = None
     _profiles: dict[tuple[str, str], ModelProfile] = field(default_factory=dict)
+    _once: dict[Hashable, Any] = field(default_factory=dict)
 
     def __post_init__(self, known_structure: ModelStructure | None) -> None:
         self.structure = known_structure or ModelStructure(
@@ -48,6 +52,14 @@ class Profiles:
         """How often each module is called in a forward pass, by name. The pass is in evaluation mode if `evaluating` is
         True."""
         return Counter(call.module for call in self.structure.dataflow(evaluating).calls)
+
+    def once(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """Returns the value of `make`, which is called for the first of equal keys only: something that follows from
+        the model, for all searches that these profiles are used in."""
+        if key not in self._once:
+            self._once[key] = make()
+        value: Value = self._once[key]
+        return value
 
     def is_traced(self, precision: str, recompute: Recompute) -> bool:
         """Whether `get` returns this profile without tracing it."""

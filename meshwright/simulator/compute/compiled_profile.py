@@ -16,9 +16,11 @@ from meshwright.simulator.compute.fusion import (
     fuse,
     reduces,
 )
+from meshwright.simulator.profile_cache import ProfileCache
 
 FUSED = "fused"  # the name of operators that are kernels of the compiler
 _NOTHING = BatchPolynomial(0.0, 0.0)
+_COMPILED_PROFILES: ProfileCache[ModelProfile] = ProfileCache(48)
 # Products with fewer FLOPs per byte wait for memory on every GPU of the catalog, and are not padded.
 _PADDED_FLOPS_PER_BYTE = 100
 _ALIGNED_BYTES = 16
@@ -42,6 +44,12 @@ def compiled_profile(profile: ModelProfile, plan: Plan, batch: float) -> ModelPr
     units = compiled_units(profile, plan)
     if not units:
         return profile
+    exchanges = plan.numerics.batch_norm == "synchronized" and plan.data_ranks > 1
+    key = (units, exchanges, plan.axes.tensor > 1, batch)
+    return _COMPILED_PROFILES.get(profile, key, lambda: _compiled_profile(profile, plan, units, batch))
+
+
+def _compiled_profile(profile: ModelProfile, plan: Plan, units: tuple[str, ...], batch: float) -> ModelProfile:
     operators = [
         StepOperator(operator, number, position, segment.phase == "backward", _unit(operator, units, plan))
         for number, segment in enumerate(profile.segments)

@@ -7,12 +7,18 @@ from dataclasses import replace
 
 from meshwright.plan import Plan
 from meshwright.profile.values import ModelProfile, Operator, SplitMark, TraceSegment
+from meshwright.simulator.profile_cache import ProfileCache
 
 ALLOCATION = "empty_like"
+_EXECUTED_PROFILES: ProfileCache[ModelProfile] = ProfileCache(48)
 
 
 def executed_profile(profile: ModelProfile) -> ModelProfile:
     """The profile with executed operators only. It is meant for predicting time and has no memory changes."""
+    return _EXECUTED_PROFILES.get(profile, None, lambda: _executed_profile(profile))
+
+
+def _executed_profile(profile: ModelProfile) -> ModelProfile:
     groups = split_group_of_modules(profile)
     segments = tuple(
         replace(
@@ -38,6 +44,10 @@ def without_weight_casts(profile: ModelProfile) -> ModelProfile:
     """The profile without casts of weights in forward passes, for plans for which `casts_weights` is true. Each rank
     casts its shard of the weights once, which is not counted; gradients are cast as before. It is meant for predicting
     time and has no memory changes."""
+    return _EXECUTED_PROFILES.get(profile, "without weight casts", lambda: _without_weight_casts(profile))
+
+
+def _without_weight_casts(profile: ModelProfile) -> ModelProfile:
 
     def runs(operator: Operator, segment: TraceSegment) -> bool:
         return segment.phase == "backward" or not (is_cast(operator) and is_of_weight(operator))

@@ -16,6 +16,7 @@ from meshwright.errors import InputError, did_you_mean
 from meshwright.profile.structure.cuts import Cut
 from meshwright.profile.structure.structure import Structure
 from meshwright.profile.values import BatchPolynomial, MemoryChange, ModelProfile, Operator, Parameter, TraceSegment
+from meshwright.simulator.profile_cache import ProfileCache
 
 _NO_BYTES = BatchPolynomial(0.0, 0.0)
 _StageOf = Callable[[str], int | None]
@@ -31,8 +32,15 @@ class StageProfile:
     sent: BatchPolynomial
 
 
+_STAGES: ProfileCache[tuple[StageProfile, ...]] = ProfileCache(48)
+
+
 def stage_profiles(profile: ModelProfile, cuts: tuple[str, ...]) -> tuple[StageProfile, ...]:
     """The stages of a model. Each cut is the name of the last piece of a stage; without cuts there is one stage."""
+    return _STAGES.get(profile, cuts, lambda: _stage_profiles(profile, cuts))
+
+
+def _stage_profiles(profile: ModelProfile, cuts: tuple[str, ...]) -> tuple[StageProfile, ...]:
     if not cuts:
         return (StageProfile(profile, _NO_BYTES, _NO_BYTES),)
     structure = profile.structure

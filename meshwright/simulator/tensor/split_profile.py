@@ -21,8 +21,10 @@ from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.profile.structure.splits import SplitGroup
 from meshwright.profile.values import BatchPolynomial, MemoryChange, ModelProfile, Operator, Parameter, SplitMark
+from meshwright.simulator.profile_cache import ProfileCache
 from meshwright.simulator.tensor.standalone_splits import is_standalone, with_saved_inputs, with_standalone_splits
 
+_SPLIT_PROFILES: ProfileCache[ModelProfile] = ProfileCache(48)
 _DIVIDED_BY_SEQUENCE = ("norm", "elementwise", "copy", "reduction")
 
 
@@ -90,6 +92,13 @@ def replicate_split_parameters(profile: ModelProfile, plan: Plan) -> frozenset[s
 
 def split_profile(profile: ModelProfile, plan: Plan) -> ModelProfile:
     """The profile of one rank's share of the model; the profile of the whole model if the plan splits nothing."""
+    axes, modules = plan.axes, plan.modules
+    named = tuple((name, split.kind, split.axis) for name, split in modules.splits.items())
+    key = (axes.tensor, axes.replicate if named else 1, modules.sequence, modules.loss, named)
+    return _SPLIT_PROFILES.get(profile, key, lambda: _split_profile(profile, plan))
+
+
+def _split_profile(profile: ModelProfile, plan: Plan) -> ModelProfile:
     profile = with_standalone_splits(profile, plan)
     shares = split_shares(profile, plan)
     sequence = plan.axes.tensor if plan.modules.sequence else 1
