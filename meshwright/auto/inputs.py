@@ -1,7 +1,7 @@
 """Creates the inputs of a search for plans, from a job or from a model with a sample batch. `PlanningInputs.check_plan`
 asks the executor whether it can run a plan. Therefore the search proposes only plans that can be run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from meshwright.batch import target_key
+from meshwright.calibrate.probe import measure_machine
 from meshwright.call import bind
 from meshwright.cluster.cluster import Cluster
+from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.parallel.check import checker_of_structure
-from meshwright.plan_fields.constraints import NONE, Constraints
+from meshwright.plan_fields.constraints import NONE, Constraints, make_constraints
 from meshwright.plan_fields.effects import Numerics
 from meshwright.planner.constraints.apply import constrained
 from meshwright.planner.inputs import PlanningInputs
@@ -93,6 +95,23 @@ def model_planning_inputs(
         can_fuse_optimizer=on_gpu and optimizer is not None and _can_fuse(optimizer, model),
     )
     return constrained(inputs, constraints), _profiles(structure, loss, on_gpu)
+
+
+def question_inputs(
+    model: nn.Module,
+    sample: Any,
+    cluster: str | Cluster,
+    *,
+    fix: Mapping[str, Any] | None = None,
+    avoid: Sequence[str] = (),
+    max_memory: str | int | None = None,
+    **options: Any,
+) -> tuple[PlanningInputs, Profiles]:
+    """Returns the planning inputs of a question about a model, with the constraints that `best_plan` has, too. The
+    cluster may be named; this machine is then measured."""
+    constraints = make_constraints(fix, avoid, max_memory)
+    machines = find_cluster(cluster, measure_machine) if isinstance(cluster, str) else cluster
+    return model_planning_inputs(model, sample, machines, constraints=constraints, **options)
 
 
 def _profiles(structure: ModelStructure, loss: LossFunction | None, on_gpu: bool) -> Profiles:

@@ -1,21 +1,20 @@
-"""Questions about a model, from Python: `mw.sweep`, `mw.largest_batch`, `mw.best_cluster` and `mw.compare_plans`. Each
-returns an `Answer` with the same values as the JSON of the command line."""
+"""Questions about a model, from Python: `mw.sweep`, `mw.largest_batch`, `mw.best_cluster` and `mw.compare_plans`
+(`mw.diagnose` is in diagnosis.py). Each returns an `Answer` with the same values as the JSON of the command line."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from meshwright.auto.inputs import model_planning_inputs
-from meshwright.calibrate.probe import measure_machine
+from meshwright.auto.inputs import question_inputs
 from meshwright.cluster.cluster import Cluster
-from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.planner.offload import search_with_offload
 from meshwright.planner.questions.answer import Answer
 from meshwright.planner.questions.differences import explain_difference
-from meshwright.planner.questions.goals import Goal, Limits
+from meshwright.planner.questions.goals import Goal, Limits, priced_clusters
 from meshwright.planner.questions.goals import best_cluster as find_best_cluster
 from meshwright.planner.questions.largest_batch import answer_largest_batch
 from meshwright.planner.questions.sweep import sweep as plan_sweep
@@ -33,7 +32,8 @@ def sweep(
     **options: Any,
 ) -> Answer:
     """Returns the best plan for each value of `over`, such as `devices=8..1024`, `link=200G,400G` or `batch=64..1024`,
-    with its time, efficiency and memory. `options` are those of `best_plan`: `loss`, `optimizer`, `allow`, `target`.
+    with its time, efficiency and memory. `what_if` repeats it with changes of the cluster, such as `link=2x`. `options`
+    are those of `best_plan`: `loss`, `optimizer`, `allow`, `target`, `fix`, `avoid`, `max_memory`.
 
     >>> import torch, meshwright as mw
     >>> batch = (torch.randn(8, 20), torch.zeros(8, dtype=torch.long))
@@ -45,10 +45,9 @@ def sweep(
     name, values = read_sweep(over)
     if name == "sequence":
         raise InputError("sweep: the tokens of a sample are those of sample_batch: call it once for each length")
-    inputs, profiles = model_planning_inputs(
-        model, sample_batch, _cluster(cluster), global_batch=global_batch, **options
-    )
-    return plan_sweep(name, values, inputs, profiles, what_if)
+    inputs, profiles = question_inputs(model, sample_batch, cluster, global_batch=global_batch, **options)
+    inputs_on = partial(question_inputs, model, sample_batch, global_batch=global_batch, **options)
+    return plan_sweep(name, values, inputs, profiles, what_if, inputs_on=inputs_on)
 
 
 def largest_batch(
@@ -63,9 +62,7 @@ def largest_batch(
     >>> answer.values["rows"][0]["global_batch"] > 1000
     True
     """
-    inputs, profiles = model_planning_inputs(
-        model, sample_batch, _cluster(cluster), global_batch=global_batch, **options
-    )
+    inputs, profiles = question_inputs(model, sample_batch, cluster, global_batch=global_batch, **options)
     return answer_largest_batch(search_with_offload(inputs, profiles), inputs, profiles)
 
 
@@ -92,14 +89,10 @@ def best_cluster(
     >>> answer.values["best"]["cluster"]
     'A100'
     """
-    clusters = [
-        find_cluster(name).model_copy(update={"price_per_hour": price} if price is not None else {})
-        for name, price in prices.items()
-    ]
-    if not clusters:
-        raise InputError("best_cluster: prices is empty: name clusters, such as {'8xH100': 24.0}")
-    inputs, profiles = model_planning_inputs(model, sample_batch, clusters[0], global_batch=global_batch, **options)
-    return find_best_cluster(goal, clusters, steps, Limits(deadline_s, budget), inputs, profiles)
+    clusters = priced_clusters(prices, "best_cluster")
+    inputs, profiles = question_inputs(model, sample_batch, clusters[0], global_batch=global_batch, **options)
+    inputs_on = partial(question_inputs, model, sample_batch, global_batch=global_batch, **options)
+    return find_best_cluster(goal, clusters, steps, Limits(deadline_s, budget), inputs, profiles, inputs_on)
 
 
 def compare_plans(
@@ -122,11 +115,5 @@ def compare_plans(
     >>> answer.values["fields"]
     {'axes.replicate': [2, 1], 'axes.shard': [1, 2]}
     """
-    inputs, profiles = model_planning_inputs(
-        model, sample_batch, _cluster(cluster), global_batch=global_batch, **options
-    )
+    inputs, profiles = question_inputs(model, sample_batch, cluster, global_batch=global_batch, **options)
     return explain_difference(first, second, inputs, profiles)
-
-
-def _cluster(cluster: str | Cluster) -> Cluster:
-    return find_cluster(cluster, measure_machine) if isinstance(cluster, str) else cluster

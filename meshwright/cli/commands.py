@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,12 +35,12 @@ from meshwright.cli.questions.explain import explain
 from meshwright.cli.ready_jobs import job_title, ready_jobs
 from meshwright.cli.report import report
 from meshwright.cli.text import console, print_columns, print_lines, print_message
-from meshwright.cli.training import print_result, profile_settings, train_as_rank
+from meshwright.cli.training import print_result, profile_settings, train_as_rank, train_here
 from meshwright.cli.watch import watch
-from meshwright.errors import InputError, MeshwrightError, OutOfMemory
+from meshwright.errors import InputError, MeshwrightError
 from meshwright.files.user_path import user_path
 from meshwright.limits import MOST_DEVICES, MOST_RANKS_HERE
-from meshwright.progress import say, showing
+from meshwright.progress import showing
 from meshwright.version import VERSION
 
 if TYPE_CHECKING:
@@ -138,7 +137,6 @@ def train(
     from meshwright.compat.lightning_job import is_module_job, load_train_job
     from meshwright.job import load_plan
     from meshwright.launch.environment import read_environment
-    from meshwright.launch.local.fork_server import preloaded
 
     settings = [*(settings or []), *profile_settings(profile_steps)]
     _check_node_options(nodes, node_rank, rendezvous, deepspeed)
@@ -165,26 +163,7 @@ def train(
         train_on_nodes(request, loaded_job, given_plan, nodes, node_rank, rendezvous)
         return
     else:
-        with preloaded("meshwright.train.rank", loaded_job.train.spare):
-            from meshwright.auto.choose import plan_of_job
-            from meshwright.cli.training import values_of_run, with_smaller_plan
-            from meshwright.cluster.detect import find_cluster
-            from meshwright.train.job_parts import JobParts
-            from meshwright.train.output.remote_run import local_run
-            from meshwright.train.run import train as run
-
-            machines = find_cluster(cluster or loaded_job.cluster)
-            resume = local_run(loaded_job, resume, say)
-            parts = JobParts(loaded_job)
-            chosen = plan_of_job(parts, machines, given_plan, resume)
-            tunes = chosen.is_searched and loaded_job.tune and not loaded_job.constraints.limits_compute
-            shown = partial(values_of_run, machines, parts, chosen.prediction)
-            try:
-                result = run(
-                    loaded_job, chosen.plan, machines, resume, chosen.step_s, record, chosen.line, parts, tunes, shown
-                )
-            except OutOfMemory as error:
-                raise with_smaller_plan(error, loaded_job, machines, chosen) from error
+        result = train_here(loaded_job, given_plan, cluster, resume, record)
     if result is not None:
         print_result(result, as_json)
 

@@ -1,8 +1,10 @@
 """`meshwright plan`: the fastest plans for a job, or for a model that is named without a job."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from time import perf_counter
+from typing import Annotated
 
 import typer
 
@@ -16,6 +18,7 @@ from meshwright.cli.options import (
     check_output,
     path_option,
 )
+from meshwright.cli.plan_problem import PlanProblem, PlanRequest, SampleSizes, load_problem
 from meshwright.cli.questions.options import (
     Avoid,
     Batch,
@@ -35,16 +38,22 @@ from meshwright.cli.questions.options import (
     read_constraints,
 )
 from meshwright.cli.questions.plan_questions import PlanQuestion, ask, print_answer
-from meshwright.cli.ready_jobs import complete_job_or_model, find_job, is_model_name
+from meshwright.cli.ready_jobs import complete_job_or_model
 from meshwright.cli.text import console
 from meshwright.errors import InputError
 
-if TYPE_CHECKING:
-    from meshwright.job import Job
-    from meshwright.planner.inputs import PlanningInputs
-    from meshwright.planner.profiles import Profiles
-
 MOST_SHOWN_PLANS = 100_000
+
+
+@dataclass(frozen=True)
+class _Output:
+    """Where the result goes: into files, and to stdout as JSON, or as a table with all fields of the plan (`full`)."""
+
+    plan: Path | None
+    html: Path | None
+    details: Path | None
+    full: bool
+    as_json: bool
 
 
 def plan(
@@ -103,119 +112,63 @@ def plan(
 ) -> None:
     """Find the fastest plan for a job on any cluster. The cluster need not exist: steps are predicted, not run. Prints
     ranked plans, and why others were rejected. For a model, neither a job nor weights nor a network are needed."""
-    from time import perf_counter
-
-    from meshwright.job import load_plan
-    from meshwright.progress import phase, say
-
-    with phase("importing PyTorch"):
-        from meshwright.auto.choose import dimension_plan, free_best, measured_search
-        from meshwright.auto.inputs import planning_inputs
-        from meshwright.calibrate.probe import measure_machine
-        from meshwright.cluster.detect import find_cluster
-        from meshwright.planner.explanation.report import predict_given_plan, report_search, show
-        from meshwright.planner.inputs import with_measured_operators
-        from meshwright.train.job_parts import JobParts
+    from meshwright.progress import phase
 
     for file, option in ((output, "--output"), (html, "--html"), (details, "--details")):
         if file:
             check_output(file, option)
-    begin = perf_counter()
     question = PlanQuestion(
         batch, sweep, tuple(what_if or ()), goal, deadline, budget, epochs, clusters, price, explain
     )
-    is_question = question.is_asked()
-    if is_question and (plan or output or details):
+    if (is_question := question.is_asked()) and (plan or output or details):
         given = "--plan" if plan else "--output" if output else "--details"
         raise InputError(f"{given} is for one plan: leave it out of a question; --html draws the answer")
     job_settings, fixed_settings = plan_settings(settings or [])
-    loaded_job = _load(job, job_settings, global_batch, sequence, image)
     constraints = read_constraints([*fixed_settings, *(fix or [])], avoid or [], max_memory, precision)
-    parts = JobParts(loaded_job)
-    given_plan = load_plan(plan) if plan else None
-    if given_plan is not None and constraints:
-        raise InputError(
-            f"--plan {plan} is complete, so there is nothing to search for with {constraints.describe()}: leave out one"
-        )
-    constraints = loaded_job.constraints.with_others(constraints)
-    if given_plan is None and loaded_job.plan != "auto":
-        say(f"the job's own plan ({loaded_job.plan.summary()}) is left out: --plan FILE predicts a plan")
-    machines = find_cluster(cluster or loaded_job.cluster, measure_machine)
-    if given_plan is None and loaded_job.data.partition == "dimension":  # this partition determines the plan
-        if constraints:
-            raise InputError(
-                f"data.partition is dimension, which determines the plan: leave out {constraints.describe()}"
-            )
-        given_plan = dimension_plan(parts, machines)
-    inputs, profiles = planning_inputs(
-        parts, machines, allow="same" if exact else None, top=top, notify=say, constraints=constraints
-    )
+    with phase("importing PyTorch"):
+        import meshwright.auto.choose  # noqa: F401
+    begin = perf_counter()
+    question.check_values(cluster)
+    machines = question.read_clusters()[0] if question.goal else cluster
+    sizes = SampleSizes(global_batch, sequence, image)
+    problem = load_problem(PlanRequest(job, job_settings, sizes, constraints, machines, plan, exact, top))
     if is_question:
-
-        def with_sequence(tokens: str) -> "tuple[PlanningInputs, Profiles]":
-            other = _load_with_sequence(job, job_settings, loaded_job, int(tokens), global_batch, image)
-            return planning_inputs(JobParts(other), machines, allow=inputs.allow, top=top, constraints=constraints)
-
         with phase("answering the question"):
-            answer = ask(question, loaded_job, inputs, profiles, with_sequence)
-        title = job if is_model_name(job) else Path(job).stem
-        print_answer(answer, html, title, round(perf_counter() - begin, 3), as_json)
-        return
-    result = None
-    if given_plan:
+            answer = ask(question, problem)
+        print_answer(answer, html, problem.request.title, round(perf_counter() - begin, 3), as_json)
+    else:
+        _find_plans(problem, begin, _Output(output, html, details, full, as_json))
+
+
+def _find_plans(problem: PlanProblem, begin: float, output: _Output) -> None:
+    """Searches for plans, or predicts the given one, and writes and prints the result."""
+    from meshwright.auto.choose import free_best, measured_search
+    from meshwright.planner.explanation.report import predict_given_plan, report_search, show
+    from meshwright.planner.inputs import with_measured_operators
+    from meshwright.progress import phase
+
+    inputs, profiles, result = problem.inputs, problem.profiles, None
+    if problem.given_plan:
         with phase("predicting the plan"):
-            report = predict_given_plan(given_plan, with_measured_operators(inputs, profiles), profiles)
+            report = predict_given_plan(problem.given_plan, with_measured_operators(inputs, profiles), profiles)
     else:
         result, inputs = measured_search(inputs, profiles)
         with phase("comparing with other precisions"):
             report = report_search(result, inputs, profiles, free_best(inputs, profiles))
-    if output:
-        report.ranked[0][0].save(output)
+    if output.plan:
+        report.ranked[0][0].save(output.plan)
     seconds = round(perf_counter() - begin, 3)
-    if html or details:
+    if output.html or output.details:
         from meshwright.report.plans.write import write_plan_files
 
-        title = job if is_model_name(job) else Path(job).stem
-        write_plan_files(report, result, inputs, profiles, title=title, seconds=seconds, html=html, details=details)
-    if as_json:
+        write_plan_files(
+            *(report, result, inputs, profiles),
+            title=problem.request.title,
+            seconds=seconds,
+            html=output.html,
+            details=output.details,
+        )
+    if output.as_json:
         print(json.dumps({**report.to_dict(), "seconds": seconds}), flush=True)
     else:
-        show(report, inputs, console(), seconds, full)
-
-
-def _load_with_sequence(
-    word: str, settings: list[str], job: "Job", tokens: int, global_batch: int | None, image: int | None
-) -> "Job":
-    """Returns the job with samples of another number of tokens: of a model, or of a job whose data have `sequence`."""
-    if is_model_name(word):
-        return _load(word, settings, global_batch, tokens, image)
-    sections = {"data.train": job.data.train, "data.eval": job.data.eval}
-    names = [name for name, call in sections.items() if call is not None and "sequence" in call.model_dump()]
-    if "data.train" not in names:
-        raise InputError(
-            f"--sweep sequence={tokens}: the job's data.train has no keyword 'sequence' that could be varied: use a"
-            " model such as hf:llama, or run plan once for each job"
-        )
-    own = [f"{name}.sequence={tokens}" for name in names]
-    return _load(word, [*settings, *own, f"model.sequence={tokens}"], None, None, image)
-
-
-def _load(word: str, settings: list[str], global_batch: int | None, sequence: int | None, image: int | None) -> "Job":
-    """Returns the job that the user names, or the job that `meshwright init` would write for the model."""
-    from meshwright.compat.lightning_job import load_plain_job
-    from meshwright.job import load_job
-
-    if is_model_name(word):
-        from meshwright.zoo.job_text import job_text
-
-        return load_job(word, settings, job_text(word, global_batch, sequence, image))
-    for name, value, field in (
-        ("--global-batch", global_batch, "train.global_batch=N"),
-        ("--sequence", sequence, "A.B=N with the job's own field"),
-        ("--image", image, "A.B=N with the job's own field"),
-    ):
-        if value is not None:
-            raise InputError(
-                f"{name} {value}: this option is for models such as hf:llama; for a job, use --set {field}"
-            )
-    return load_plain_job(find_job(word), settings, "plan")
+        show(report, inputs, console(), seconds, output.full)

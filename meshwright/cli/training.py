@@ -1,12 +1,15 @@
-"""What the commands that train have in common: training as a rank of a launcher, and printing the result of a run."""
+"""What the commands that train have in common: training on this machine or as a rank of a launcher, and printing the
+result of a run."""
 
 import json
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.cli.text import print_columns
 from meshwright.errors import InputError, MeshwrightError, OutOfMemory
+from meshwright.progress import say
 
 if TYPE_CHECKING:
     from meshwright.auto.choose import JobPlan
@@ -37,6 +40,31 @@ def train_as_rank(
     if result is not None:
         _store_page_values(job, machines, Path(result["run"]))
     return result
+
+
+def train_here(
+    job: "Job", plan: "Plan | Literal['auto']", cluster: str | None, resume: str, record: int
+) -> dict[str, Any]:
+    """Trains on the devices of this machine, on ranks that this process starts."""
+    from meshwright.launch.local.fork_server import preloaded
+
+    with preloaded("meshwright.train.rank", job.train.spare):  # ranks import while the plan is chosen
+        from meshwright.auto.choose import plan_of_job
+        from meshwright.cluster.detect import find_cluster
+        from meshwright.train.job_parts import JobParts
+        from meshwright.train.output.remote_run import local_run
+        from meshwright.train.run import train
+
+        machines = find_cluster(cluster or job.cluster)
+        resume = local_run(job, resume, say)
+        parts = JobParts(job)
+        chosen = plan_of_job(parts, machines, plan, resume)
+        tunes = chosen.is_searched and job.tune and not job.constraints.limits_compute
+        shown = partial(values_of_run, machines, parts, chosen.prediction)
+        try:
+            return train(job, chosen.plan, machines, resume, chosen.step_s, record, chosen.line, parts, tunes, shown)
+        except OutOfMemory as error:
+            raise with_smaller_plan(error, job, machines, chosen) from error
 
 
 def _store_page_values(job: "Job", machines: "Cluster", run: Path) -> None:

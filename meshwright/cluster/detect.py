@@ -41,7 +41,7 @@ def find_cluster(name: str, measure: Measure | None = None) -> Cluster:
     if word.lower() == "cpu":
         if len(counts) > 1 or links:
             raise InputError(f"cluster '{name}' is not known: cpu is a core of this machine, write '3xcpu' for three")
-        return _with_shared_cores(_measured(detect_cpu(), measure), counts[0] if counts else 1, name)
+        return with_shared_cores(_measured(detect_cpu(), measure), counts[0] if counts else 1, name)
     return cluster_from_name(name)
 
 
@@ -110,7 +110,7 @@ def _calibrated(cluster: Cluster) -> Cluster:
     return cluster.model_copy(update={"nodes": (node.model_copy(update={"device": device}),), "based_on": "calibrated"})
 
 
-def _with_shared_cores(cluster: Cluster, count: int, name: str) -> Cluster:
+def with_shared_cores(cluster: Cluster, count: int, name: str) -> Cluster:
     """Returns `count` CPU devices on the same cores, each with its share of the machine's memory and bandwidth."""
     (node,) = cluster.nodes
     device = node.device.model_copy(

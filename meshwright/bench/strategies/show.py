@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.bench.strategies.rows import StrategyReport, StrategyRow
+from meshwright.planner.explanation.units import plain_number, seconds
 from meshwright.progress import describe_seconds
 
 _WIDE = 96  # columns of a terminal in which all columns of the table fit
@@ -84,12 +85,12 @@ def _speed_table(report: StrategyReport, width: int) -> Table:
     for row in report.rows:
         table.add_row(
             *_names(report, row),
-            _number(row.samples_per_s),
+            plain_number(row.samples_per_s),
             _percent(None if row.spread is None else row.spread / 2),
             _ratio(row.speedup),
             _percent(row.efficiency),
-            *((_seconds(row.measured_step_s),) if is_wide else ()),
-            _seconds(row.predicted_step_s),
+            *((seconds(row.measured_step_s),) if is_wide else ()),
+            seconds(row.predicted_step_s),
             _loss(row),
         )
     return table
@@ -102,10 +103,10 @@ def _predicted_table(report: StrategyReport) -> Table:
         efficiency = None if row.predicted_speedup is None else row.predicted_speedup / row.ranks
         table.add_row(
             *_names(report, row),
-            _number(rate),
+            plain_number(rate),
             _ratio(row.predicted_speedup),
             _percent(efficiency),
-            _seconds(row.predicted_step_s),
+            seconds(row.predicted_step_s),
             _bytes(row.predicted_memory_bytes) + ("*" if row.note else ""),
         )
     return table
@@ -130,7 +131,7 @@ def _figure_lines(report: StrategyReport) -> Iterator[str]:
     if fastest := summary["fastest"]:
         where = f"{_ranks(fastest['ranks'])} in {fastest['precision']}"
         rate = report.global_batch / fastest["step_s"]
-        yield f"The fastest, {kind}: {fastest['strategy']} on {where}, {_number(rate)} samples/s."
+        yield f"The fastest, {kind}: {fastest['strategy']} on {where}, {plain_number(rate)} samples/s."
     for ranks, ratio in summary["automatic_over_manual"].items():
         yield (
             f"Automatic over manual on {_ranks(ranks)}: the plan of `auto` is {ratio:.2f} times as fast as the fastest"
@@ -162,24 +163,12 @@ def _loss(row: StrategyRow) -> str:
     return f"{row.loss:.4f}" + ("" if row.loss_agrees is not False else "*")
 
 
-def _number(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
 def _ratio(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
 def _percent(value: float | None) -> str:
     return "–" if value is None else f"{value:.0%}"
-
-
-def _seconds(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
 def _bytes(value: float | None) -> str:

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,9 @@ from meshwright.cli.text import print_lines
 from meshwright.errors import InputError, did_you_mean
 from meshwright.limits import LARGEST_COUNT, MOST_DEVICES
 from meshwright.progress import phase, say
+
+if TYPE_CHECKING:
+    from meshwright.export.launch_files.request import LaunchFile, LaunchOptions, LaunchRequest
 
 # The options that only some of the programs have.
 _ONLY_FOR = {
@@ -77,17 +80,9 @@ def launch(
         from meshwright.cluster.detect import find_cluster
         from meshwright.compat.lightning_job import load_plain_job
         from meshwright.export.launch_files.layout import lay_out
-        from meshwright.export.launch_files.request import (
-            LaunchOptions,
-            LaunchRequest,
-            check_interface,
-            check_partition,
-            parse_time,
-        )
+        from meshwright.export.launch_files.request import LaunchRequest
         from meshwright.export.launch_files.write import write_launch_file
-        from meshwright.files.storage import write_atomically
         from meshwright.job import load_plan
-        from meshwright.launch.nodes.address import parse_address
         from meshwright.train.job_parts import JobParts
 
     given = {
@@ -99,14 +94,7 @@ def launch(
         "--hosts": hosts,
     }
     _check_options(program, given)
-    options = LaunchOptions(
-        interface=None if interface is None else check_interface(interface),
-        time_s=None if time is None else parse_time(time),
-        partition=None if partition is None else check_partition(partition),
-        image=image,
-        rendezvous=None if rendezvous is None else str(parse_address(rendezvous)),
-        hosts=() if hosts is None else _parse_hosts(hosts),
-    )
+    options = _launch_options(interface, time, partition, image, rendezvous, hosts)
     arguments = _arguments(job, plan, cluster, settings or [], in_container=program == "kubernetes")
     if output:
         check_output(output)
@@ -120,7 +108,36 @@ def launch(
     if not layout.on_gpus and machines.name == "local":
         say("cluster 'local' is this machine, which has no GPUs: for others, give --cluster or --gpus-per-node")
     request = LaunchRequest(loaded_job, chosen.summary(), layout, arguments, str(Path.cwd()), options)
-    file = write_launch_file(program, request)
+    _print_file(write_launch_file(program, request), program, request, output, as_json)
+
+
+def _launch_options(
+    interface: str | None,
+    time: str | None,
+    partition: str | None,
+    image: str | None,
+    rendezvous: str | None,
+    hosts: str | None,
+) -> "LaunchOptions":
+    """Returns the options that go into the file. Raises an `InputError` for one that cannot be read."""
+    from meshwright.export.launch_files.request import LaunchOptions, check_interface, check_partition, parse_time
+    from meshwright.launch.nodes.address import parse_address
+
+    return LaunchOptions(
+        interface=None if interface is None else check_interface(interface),
+        time_s=None if time is None else parse_time(time),
+        partition=None if partition is None else check_partition(partition),
+        image=image,
+        rendezvous=None if rendezvous is None else str(parse_address(rendezvous)),
+        hosts=() if hosts is None else _parse_hosts(hosts),
+    )
+
+
+def _print_file(file: "LaunchFile", program: str, request: "LaunchRequest", output: Path | None, as_json: bool) -> None:
+    """Writes the file to `output`, or prints its text, and says how it is started."""
+    from meshwright.files.storage import write_atomically
+
+    plan, layout = request.plan, request.layout
     if output:
         previous = os.umask(0o077) if file.has_secret else None
         write_atomically(output, file.text)
@@ -129,10 +146,9 @@ def launch(
     if as_json:
         content = {"file": str(output)} if output else {"file": None, "text": file.text}
         numbers = {"nodes": layout.nodes, "ranks_per_node": layout.ranks_per_node}
-        print(json.dumps({**content, "program": program, "plan": chosen.summary(), **numbers}), flush=True)
+        print(json.dumps({**content, "program": program, "plan": plan, **numbers}), flush=True)
     elif output:
-        how_to_start = file.how_to_start.replace("FILE", str(output))
-        print_lines([f"{chosen.summary()} on {layout.describe()}: {how_to_start}"])
+        print_lines([f"{plan} on {layout.describe()}: {file.how_to_start.replace('FILE', str(output))}"])
     else:
         print(file.text, end="", flush=True)
 

@@ -1,18 +1,18 @@
 """Questions that options of `meshwright plan` ask: reads them, has them answered, and prints and draws the answer."""
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from meshwright.cli.plan_problem import PlanProblem
 from meshwright.cli.text import console
 from meshwright.errors import InputError
 
 if TYPE_CHECKING:
+    from meshwright.cluster.cluster import Cluster
     from meshwright.job import Job
     from meshwright.planner.inputs import PlanningInputs
-    from meshwright.planner.profiles import Profiles
     from meshwright.planner.questions.answer import Answer
 
 _GOALS = ("time", "cost", "devices")
@@ -57,26 +57,56 @@ class PlanQuestion:
             )
         if self.goal is not None and self.goal not in _GOALS:
             raise InputError(f"--for {self.goal}: write time, cost or devices")
+        if self.goal is not None and self.clusters is None:
+            raise InputError(
+                "--for needs clusters to choose from: --clusters 8xH100=24,2x8xH100=48 (with prices of an hour)"
+            )
+        for name, number in (("--price", self.price), ("--budget", self.budget)):
+            if number is not None and not 0 < number < 1e15:
+                raise InputError(f"{name} {number}: write a number above 0")
         return bool(names)
 
+    def check_values(self, cluster: str | None) -> None:
+        """Raises an `InputError` for a sweep, clusters or a time that cannot be read. `cluster` is that of the
+        command."""
+        from meshwright.planner.questions.variations import read_sweep
 
-def ask(
-    question: PlanQuestion,
-    job: "Job",
-    inputs: "PlanningInputs",
-    profiles: "Profiles",
-    inputs_with_sequence: "Callable[[str], tuple[PlanningInputs, Profiles]]",
-) -> "Answer":
-    """Returns the answer. `inputs_with_sequence` makes the inputs for another number of tokens."""
+        if self.sweep is not None and read_sweep(self.sweep)[0] == "gpu" and self.price is not None:
+            raise InputError(
+                f"--price {self.price:g} is that of one kind of device, and --sweep {self.sweep} has several: compare"
+                " them with --for cost and --clusters"
+            )
+        if self.goal is not None:
+            if cluster is not None:
+                raise InputError(f"--cluster {cluster}: --for chooses among --clusters: leave out --cluster")
+            self.read_clusters()
+            self.deadline_s()
+
+    def read_clusters(self) -> "list[Cluster]":
+        """The clusters that `--for` chooses from."""
+        from meshwright.planner.questions.goals import read_clusters
+
+        assert self.clusters is not None
+        return read_clusters(self.clusters)
+
+    def deadline_s(self) -> float | None:
+        from meshwright.planner.questions.goals import read_duration
+
+        return None if self.deadline is None else read_duration(self.deadline, "--deadline")
+
+
+def ask(question: PlanQuestion, problem: PlanProblem) -> "Answer":
+    """Returns the answer."""
     from meshwright.calibrate.model_operators import is_this_machine
     from meshwright.planner.inputs import with_measured_operators
 
+    inputs, profiles = problem.inputs, problem.profiles
     if is_this_machine(inputs.cluster):
         inputs = with_measured_operators(inputs, profiles)
     if question.sweep is not None:
-        return _sweep(question, inputs, profiles, inputs_with_sequence)
+        return _sweep(question, problem, inputs)
     if question.goal is not None:
-        return _best_cluster(question, job, inputs, profiles)
+        return _best_cluster(question, problem)
     if question.plans is not None:
         from meshwright.job import load_plan
         from meshwright.planner.questions.differences import explain_difference
@@ -89,37 +119,31 @@ def ask(
     return answer_largest_batch(search_with_offload(inputs, profiles), inputs, profiles)
 
 
-def _sweep(
-    question: PlanQuestion,
-    inputs: "PlanningInputs",
-    profiles: "Profiles",
-    inputs_with_sequence: "Callable[[str], tuple[PlanningInputs, Profiles]]",
-) -> "Answer":
+def _sweep(question: PlanQuestion, problem: PlanProblem, inputs: "PlanningInputs") -> "Answer":
     from meshwright.planner.questions.answer import with_cluster_price
     from meshwright.planner.questions.sweep import sweep
-    from meshwright.planner.questions.variations import changed, read_sweep
+    from meshwright.planner.questions.variations import read_sweep
 
     assert question.sweep is not None
     name, values = read_sweep(question.sweep)
-    for change in question.what_if:
-        changed(inputs.cluster, change)  # a mistake is named before the first search
     inputs = with_cluster_price(inputs, question.price)
-    inputs_of = inputs_with_sequence if name == "sequence" else None
-    return sweep(name, values, inputs, profiles, question.what_if, inputs_of)
+    inputs_of = problem.with_sequence if name == "sequence" else None
+    return sweep(name, values, inputs, problem.profiles, question.what_if, inputs_of, problem.on_cluster)
 
 
-def _best_cluster(question: PlanQuestion, job: "Job", inputs: "PlanningInputs", profiles: "Profiles") -> "Answer":
-    from meshwright.planner.questions.goals import Goal, Limits, best_cluster, read_clusters, read_duration
+def _best_cluster(question: PlanQuestion, problem: PlanProblem) -> "Answer":
+    from meshwright.planner.questions.goals import Goal, Limits, best_cluster
 
-    if question.clusters is None:
-        raise InputError(
-            "--for needs clusters to choose from: --clusters 8xH100=24,2x8xH100=48 (with prices of an hour)"
-        )
-    deadline = read_duration(question.deadline, "--deadline") if question.deadline is not None else None
-    clusters = read_clusters(question.clusters)
-    steps = _steps(question.epochs, job, inputs)
-    limits = Limits(deadline, question.budget)
-    return best_cluster(cast(Goal, question.goal), clusters, steps, limits, inputs, profiles)
+    limits = Limits(question.deadline_s(), question.budget)
+    return best_cluster(
+        cast(Goal, question.goal),
+        question.read_clusters(),
+        _steps(question.epochs, problem.job, problem.inputs),
+        limits,
+        problem.inputs,
+        problem.profiles,
+        problem.on_cluster,
+    )
 
 
 def _steps(epochs: int | None, job: "Job", inputs: "PlanningInputs") -> int:

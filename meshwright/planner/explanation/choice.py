@@ -8,7 +8,8 @@ from meshwright.plan import Plan
 from meshwright.plan_fields.effects import NUMERICS, Numerics
 from meshwright.plan_fields.groups import Compute, NumericsGroup
 from meshwright.planner.compute_variants import best_variant, traits_of
-from meshwright.planner.explanation.explain import preference, seconds
+from meshwright.planner.explanation.explain import preference
+from meshwright.planner.explanation.units import seconds
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.preference import difference
 from meshwright.planner.profiles import Profiles

@@ -4,7 +4,7 @@ from typing import Any
 
 from meshwright.plan_fields.constraints import Constraints
 from meshwright.planner.constraints.apply import without_effect
-from meshwright.planner.explanation.explain import gib, seconds
+from meshwright.planner.explanation.units import gib, seconds
 from meshwright.planner.search_result import PricedPlan
 
 _AS_FAST = 5e-4

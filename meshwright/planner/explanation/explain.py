@@ -5,7 +5,9 @@ from meshwright.plan import Plan
 from meshwright.planner.explanation.experts import explain_experts
 from meshwright.planner.explanation.host_memory import host_memory
 from meshwright.planner.explanation.sequences import sequences
+from meshwright.planner.explanation.terms import COMMUNICATION, term_words
 from meshwright.planner.explanation.unequal import unequal
+from meshwright.planner.explanation.units import gib, plain_number, seconds
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.model_summary import ModelSummary
 from meshwright.planner.preference import describe_preference
@@ -16,28 +18,8 @@ from meshwright.simulator.predict import Prediction
 from meshwright.simulator.tensor.branches import branch_rank_profiles, plan_outside_branches
 from meshwright.simulator.tensor.split_profile import replicate_split_parameters, split_profile
 
-_GIB = 2**30
 _NOTABLE = 0.02  # communication with at least this share of the step is explained
 _NEGLIGIBLE = 5e-4  # a difference of two steps that is called none
-_COMMUNICATION = ("context", "tensor", "pipeline", "replicate", "shard", "expert")
-_TERMS = {
-    "compute": "computing",
-    "launch": "starting operators",
-    "bubble": "waiting in the pipeline bubble",
-    "optimizer": "the optimizer's step",
-    "input": "reading input",
-    "offload": "copying weights and gradients from and to CPU memory",
-    "context": "exchanging keys and values",
-    "tensor": "communication of split layers",
-    "pipeline": "sending between stages",
-    "replicate": "combining gradients of replicas",
-    "shard": "gathering weights and combining gradients of shards",
-    "expert": "sending tokens to experts and back",
-}
-_TERMS_WITH_BRANCHES = {
-    "bubble": "waiting for the branches of other ranks",
-    "tensor": "sending results and gradients between branches",
-}
 
 
 def explain(result: SearchResult, inputs: PlanningInputs) -> list[str]:
@@ -84,7 +66,7 @@ def _headline(best: PricedPlan, result: SearchResult, inputs: PlanningInputs) ->
     unused = f" on {ranks} of {devices} devices (no axes over all of them divide this batch)" if ranks < devices else ""
     return (
         f"{best.plan.summary()}{unused} trains {inputs.global_batch} samples in {seconds(step_s)}"
-        f" ({rate(inputs.global_batch / step_s)} samples per second). It is the {superlative} of"
+        f" ({plain_number(inputs.global_batch / step_s)} samples per second). It is the {superlative} of"
         f" {result.candidate_count:,} candidates, of which {result.priced_count} were simulated in full."
     )
 
@@ -111,13 +93,6 @@ def rounded_shares(values: list[float], whole: int) -> list[int]:
     for index in by_remainder[: whole - sum(shares)]:
         shares[index] += 1
     return shares
-
-
-def term_words(plan: Plan, name: str) -> str:
-    """What a term of a prediction is, in words."""
-    if plan.modules.branches and name in _TERMS_WITH_BRANCHES:
-        return _TERMS_WITH_BRANCHES[name]
-    return _TERMS[name]
 
 
 def _share(priced: PricedPlan, name: str) -> float:
@@ -299,7 +274,7 @@ def _term_cost(priced: PricedPlan, name: str) -> str:
 
 def _communication(best: PricedPlan, inputs: PlanningInputs) -> list[str]:
     """Says which link costs the most time, or that communication costs almost none."""
-    exposed = {name: _share(best, name) for name in _COMMUNICATION}
+    exposed = {name: _share(best, name) for name in COMMUNICATION}
     axis = max(exposed, key=exposed.__getitem__)
     if exposed[axis] < _NOTABLE:
         return [
@@ -381,20 +356,3 @@ def cost(priced: PricedPlan, inputs: PlanningInputs) -> str:
         duration = f"an epoch of {inputs.epoch_samples:,} samples"
     hours = steps * priced.prediction.step_s / 3600
     return f"At {price:,.2f} per hour, {duration} cost {price * hours:,.2f} and take {hours:,.2f} hours."
-
-
-def gib(size: float) -> str:
-    if size < _GIB:
-        return f"{size / 2**20:.3g} MiB"
-    return f"{size / _GIB:.3g} GiB" if size < 1000 * _GIB else f"{size / _GIB:,.0f} GiB"
-
-
-def rate(value: float) -> str:
-    """A number of samples per second, without an exponent."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def seconds(value: float) -> str:
-    if value < 1e-3:
-        return f"{value * 1e6:.3g} µs"
-    return f"{rate(value)} s" if value >= 1 else f"{value * 1e3:.3g} ms"

@@ -14,18 +14,10 @@ from meshwright.plan import Plan
 from meshwright.planner.constraints.missing_cuts import lacks_cuts, with_cuts
 from meshwright.planner.explanation.choice import describe_choice
 from meshwright.planner.explanation.constraint_cost import cost_sentences, cost_values
-from meshwright.planner.explanation.explain import (
-    explain,
-    gib,
-    rate,
-    reason,
-    rounded_shares,
-    seconds,
-    step_shares,
-    too_large,
-)
+from meshwright.planner.explanation.explain import explain, reason, rounded_shares, step_shares, too_large
 from meshwright.planner.explanation.host_memory import host_memory
 from meshwright.planner.explanation.unequal import shares_sentence
+from meshwright.planner.explanation.units import gib, plain_number, seconds
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
 from meshwright.planner.search import summarize_model
@@ -253,7 +245,7 @@ def _cells(report: PlanReport, inputs: PlanningInputs) -> tuple[tuple[str, ...],
         rows.append(
             (
                 seconds(prediction.step_s),
-                rate(inputs.global_batch / prediction.step_s),
+                plain_number(inputs.global_batch / prediction.step_s),
                 gib(prediction.memory.device_bytes),
                 *(f"{shares[name]}%" for name in names),
             )

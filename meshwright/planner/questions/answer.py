@@ -1,18 +1,22 @@
 """`Answer`: what every question returns, as a table with sentences for people and as JSON for scripts; and
 `PlannedPoint`, the best plan for one cluster and batch, of which answers are made."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError
-from meshwright.planner.explanation.explain import gib, rate, seconds
+from meshwright.planner.explanation.units import gib, plain_number, seconds
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.offload import search_with_offload
 from meshwright.planner.profiles import Profiles
+from meshwright.planner.questions.variations import changed
 from meshwright.planner.search_result import PricedPlan
+from meshwright.simulator.predict import predict_plan
 
 _HOUR_S = 3600.0
 _BILLION = 1e9
@@ -124,7 +128,26 @@ class PlannedPoint:
         if self.best is None:
             return "–", "–", "–", shortened(self.problem)
         memory = gib(self.best.needed_bytes)
-        return seconds(self.step_s), rate(self.samples_per_s), memory, self.best.plan.summary()
+        return seconds(self.step_s), plain_number(self.samples_per_s), memory, self.best.plan.summary()
+
+
+InputsOn = Callable[[Cluster], tuple[PlanningInputs, Profiles]]
+"""The inputs of a search, and the profiles, on a cluster."""
+
+
+def inputs_on_cluster(
+    cluster: Cluster, inputs: PlanningInputs, profiles: Profiles, inputs_on: InputsOn | None
+) -> tuple[PlanningInputs, Profiles]:
+    """The inputs and profiles on another cluster. CPUs and GPUs need other profiles, which `inputs_on` makes. Raises an
+    `InputError` without it."""
+    if cluster.kind == inputs.cluster.kind:
+        return replace(inputs, cluster=cluster), profiles
+    if inputs_on is None:
+        raise InputError(
+            f"'{cluster.name}' and '{inputs.cluster.name}' have different kinds of devices, {cluster.kind} and"
+            f" {inputs.cluster.kind}: ask for each of them alone"
+        )
+    return inputs_on(cluster)
 
 
 def plan_point(label: str, inputs: PlanningInputs, profiles: Profiles) -> PlannedPoint:
@@ -136,28 +159,36 @@ def plan_point(label: str, inputs: PlanningInputs, profiles: Profiles) -> Planne
     return PlannedPoint(label, inputs, result.ranked[0], "", result.summary.sequence_length)
 
 
+def plan_changed_point(point: PlannedPoint, change: str, profiles: Profiles) -> PlannedPoint:
+    """The same point on a cluster with the change, as `--what-if` writes it. The search prefers simple plans that are
+    slower within the error of predictions. If its plan takes longer than the plan of the point did without the change,
+    and that one does not, that one is the answer: better devices make no step longer."""
+    inputs = replace(point.inputs, cluster=changed(point.inputs.cluster, change))
+    other = plan_point(point.label, inputs, profiles)
+    if point.best is None or (other.best is not None and other.step_s <= point.step_s):
+        return other
+    kept = priced_again(point.best, inputs, profiles)
+    if kept is None or kept.prediction.step_s > point.step_s:
+        return other
+    return replace(other, best=kept, problem="", tokens_per_sample=point.tokens_per_sample)
+
+
+def priced_again(priced: PricedPlan, inputs: PlanningInputs, profiles: Profiles) -> PricedPlan | None:
+    """The plan with its prediction for other inputs; None if it does not fit, or not the batch."""
+    plan, batch = priced.plan, inputs.global_batch
+    if batch % plan.batch_parts if inputs.even_shares else batch < plan.batch_parts:
+        return None
+    profile = profiles.get(plan.numerics.precision, plan.memory.recompute)
+    prediction = predict_plan(inputs.cluster, profile, plan, batch, inputs.optimizer, runtime=inputs.runtime)
+    return PricedPlan(priced.candidate, plan, prediction) if inputs.fits(prediction) else None
+
+
 def with_cluster_price(inputs: PlanningInputs, price_per_device: float | None) -> PlanningInputs:
     """The inputs with a cluster of this price for a device and hour; unchanged if it is None."""
     if price_per_device is None:
         return inputs
     price = price_per_device * inputs.cluster.device_count
     return replace(inputs, cluster=inputs.cluster.model_copy(update={"price_per_hour": price}))
-
-
-def money(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def duration(value_s: float | None) -> str:
-    """A number of seconds in the unit that people would say."""
-    if value_s is None:
-        return "–"
-    for unit, length in (("d", 86_400.0), ("h", _HOUR_S), ("min", 60.0)):
-        if value_s >= 2 * length:
-            return f"{value_s / length:.3g} {unit}"
-    return seconds(value_s)
 
 
 def shortened(text: str, most: int = 80) -> str:

@@ -7,32 +7,31 @@ changes   of the devices, the links, the batch or `allow`. Each is priced with t
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.errors import InputError
-from meshwright.plan import Plan
 from meshwright.planner.constraints.apply import unconstrained
-from meshwright.planner.explanation.explain import gib, rate, seconds
+from meshwright.planner.explanation.terms import COMMUNICATION, TERMS
+from meshwright.planner.explanation.units import gib, plain_number, seconds
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.offload import search_with_offload
 from meshwright.planner.profiles import Profiles
-from meshwright.planner.questions.answer import Answer
+from meshwright.planner.questions.answer import Answer, priced_again
 from meshwright.planner.questions.variations import changed
 from meshwright.planner.search_result import PricedPlan, SearchResult
 from meshwright.profile.values import ModelProfile
-from meshwright.simulator.predict import predict_plan
 
 _SEARCH_S = 3.0
 _MOST_CHANGES = 3
 _LEAST_GAIN = 0.01
-_NETWORK = ("context", "tensor", "pipeline", "replicate", "shard", "expert")
 _NAMES = {
     "arithmetic": "computing, limited by arithmetic",
     "memory": "computing, limited by the memory's bandwidth",
     "network": "exchanges between ranks",
-    "launches": "starting operators",
-    "bubble": "waiting in the pipeline bubble",
+    "launches": TERMS["launch"],
+    "bubble": TERMS["bubble"],
     "loader": "loading samples",
     "offload": "copies from and to CPU memory",
 }
@@ -56,7 +55,7 @@ def limits_of(best: PricedPlan, profile: ModelProfile, inputs: PlanningInputs, l
     limits = {
         "arithmetic": share * computing,
         "memory": (1 - share) * computing,
-        "network": sum(terms.get(name, 0.0) for name in _NETWORK),
+        "network": sum(terms.get(name, 0.0) for name in COMMUNICATION),
         "launches": terms.get("launch", 0.0),
         "bubble": terms.get("bubble", 0.0),
         "offload": terms.get("offload", 0.0),
@@ -89,14 +88,11 @@ def helpful_changes(result: SearchResult, inputs: PlanningInputs, profiles: Prof
     found = []
     for words, other in _changes(inputs):
         is_searched = result.seconds <= _SEARCH_S
-        try:
-            if is_searched:
-                step_s = search_with_offload(replace(other, top=1), profiles).ranked[0].prediction.step_s
-            else:
-                step_s = _fastest_s(result, other, profiles)
-        except InputError:
-            continue
-        speedup = other.global_batch / step_s / speed
+        steps = _ranked_steps(result, other, profiles)
+        if is_searched:
+            with suppress(InputError):  # no plan fits, or the batch cannot be divided
+                steps.append(search_with_offload(replace(other, top=1), profiles).ranked[0].prediction.step_s)
+        speedup = other.global_batch / min(steps) / speed if steps else 0.0
         if speedup > 1 + _LEAST_GAIN:
             found.append(Change(words, speedup, is_searched))
     return sorted(found, key=lambda change: -change.speedup)
@@ -118,29 +114,13 @@ def _changes(inputs: PlanningInputs) -> Iterator[tuple[str, PlanningInputs]]:
         yield f"no constraints ({inputs.constraints.describe()})", unconstrained(inputs)
 
 
-def _fastest_s(result: SearchResult, other: PlanningInputs, profiles: Profiles) -> float:
-    """The shortest step of the ranked plans with other inputs. Plans that do not fit are left out."""
-    steps = []
-    for priced in result.ranked[:_MOST_CHANGES]:
-        plan = priced.plan
-        if not _is_whole(plan, other.global_batch):
-            continue
-        profile = profiles.get(plan.numerics.precision, plan.memory.recompute)
-        prediction = predict_plan(
-            other.cluster, profile, plan, other.global_batch, other.optimizer, runtime=other.runtime
-        )
-        if other.fits(prediction):
-            steps.append(prediction.step_s)
-    if not steps:
-        raise InputError("none of the ranked plans fits")
-    return min(steps)
+def _ranked_steps(result: SearchResult, other: PlanningInputs, profiles: Profiles) -> list[float]:
+    """The steps of the ranked plans with other inputs. Plans that do not fit are left out."""
+    priced = (priced_again(plan, other, profiles) for plan in result.ranked[:_MOST_CHANGES])
+    return [plan.prediction.step_s for plan in priced if plan is not None]
 
 
-def _is_whole(plan: Plan, batch: int) -> bool:
-    return batch % plan.batch_parts == 0
-
-
-def diagnose_job(
+def answer_bottleneck(
     result: SearchResult, inputs: PlanningInputs, profiles: Profiles, loader_samples_per_s: float | None = None
 ) -> Answer:
     """Answers whether the job runs on the cluster, what it needs and what limits it. `loader_samples_per_s` is the
@@ -163,14 +143,14 @@ def diagnose_job(
     first = next(iter(limits))
     sentences = [
         f"It runs on '{inputs.cluster.name}': {plan.summary()} is predicted to take {seconds(step_s)} a step"
-        f" ({rate(inputs.global_batch / (step_s + loader_s))} samples per second).",
+        f" ({plain_number(inputs.global_batch / (step_s + loader_s))} samples per second).",
         f"A device needs {gib(best.needed_bytes)} of {gib(inputs.device.memory_bytes)}.",
         f"What limits it is {_NAMES[first]}: {limits[first] / whole_s:.0%} of the step.",
     ]
     if loader_samples_per_s:
         sentences.append(
-            f"Loading gives {rate(loader_samples_per_s)} samples per second of this machine, and the step takes"
-            f" {rate(inputs.global_batch / step_s)}."
+            f"Loading gives {plain_number(loader_samples_per_s)} samples per second of this machine, and the step takes"
+            f" {plain_number(inputs.global_batch / step_s)}."
         )
     sentences += [
         f"{number}. {change.words}: {'' if change.is_searched else 'at least '}{change.speedup:.3g} times as fast."

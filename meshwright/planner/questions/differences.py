@@ -6,8 +6,9 @@ from typing import Any
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.plan_fields.constraints import FIELDS, shown
-from meshwright.planner.explanation.explain import gib, seconds, term_words
 from meshwright.planner.explanation.report import predict_given_plan
+from meshwright.planner.explanation.terms import term_words
+from meshwright.planner.explanation.units import gib, seconds
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.preference import difference_error_s
 from meshwright.planner.profiles import Profiles

@@ -7,19 +7,21 @@ deadline and a budget.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError
 from meshwright.files.yaml_file import read_mapping
+from meshwright.planner.explanation.units import duration, plain_number
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
-from meshwright.planner.questions.answer import Answer, PlannedPoint, duration, money, plan_point
+from meshwright.planner.questions.answer import Answer, InputsOn, PlannedPoint, inputs_on_cluster, plan_point
 
 Goal = Literal["time", "cost", "devices"]
+GOALS: tuple[Goal, ...] = get_args(Goal)
 _SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 
 
@@ -48,32 +50,46 @@ def read_clusters(text: str) -> list[Cluster]:
     else:
         words = [word.strip().partition("=") for word in text.split(",") if word.strip()]
         prices = {name: price or None for name, _, price in words}
+    return priced_clusters(prices, f"--clusters {text}")
+
+
+def priced_clusters(prices: Mapping[str, Any], source: str) -> list[Cluster]:
+    """The clusters of a mapping from names to prices of an hour, or to None. `source` is named in errors."""
     clusters = []
     for name, price in prices.items():
         cluster = find_cluster(str(name))
         if price is not None:
-            clusters.append(cluster.model_copy(update={"price_per_hour": _price(price, str(name)), "name": str(name)}))
-        else:
-            clusters.append(cluster)
+            cluster = cluster.model_copy(update={"price_per_hour": _price(price, str(name), source), "name": str(name)})
+        clusters.append(cluster)
     if not clusters:
-        raise InputError(f"--clusters {text}: write names and prices of an hour, such as 8xH100=24,2x8xH100=48")
+        raise InputError(f"{source}: there is no cluster: write names and prices of an hour, such as 8xH100=24")
     return clusters
 
 
-def _price(value: Any, name: str) -> float:
+def _price(value: Any, name: str, source: str) -> float:
     try:
         price = float(value)
     except (TypeError, ValueError):
         price = 0.0
     if not 0 < price < 1e12:
-        raise InputError(f"--clusters: the price of {name} is '{value}': write a number, the price of one hour")
+        raise InputError(f"{source}: the price of {name} is '{value}': write a number above 0, the price of one hour")
     return price
 
 
 def best_cluster(
-    goal: Goal, clusters: Sequence[Cluster], steps: int, limits: Limits, inputs: PlanningInputs, profiles: Profiles
+    goal: Goal,
+    clusters: Sequence[Cluster],
+    steps: int,
+    limits: Limits,
+    inputs: PlanningInputs,
+    profiles: Profiles,
+    inputs_on: InputsOn | None = None,
 ) -> Answer:
     """Answers which of the clusters reaches the goal in a run of so many steps."""
+    if goal not in GOALS:
+        raise InputError(f"the goal is '{goal}': write time, cost or devices")
+    if steps < 1:
+        raise InputError(f"a run of {steps} steps trains nothing: write a number above 0")
     if goal == "cost" or limits.budget is not None:
         for cluster in clusters:
             if cluster.price_per_hour is None:
@@ -81,7 +97,9 @@ def best_cluster(
                     f"'{cluster.name}' has no price, which --for cost and --budget need: write --clusters"
                     f" {cluster.name}=PRICE_PER_HOUR, or price_per_hour in its YAML file"
                 )
-    points = [plan_point(cluster.name, replace(inputs, cluster=cluster), profiles) for cluster in clusters]
+    points = [
+        plan_point(cluster.name, *inputs_on_cluster(cluster, inputs, profiles, inputs_on)) for cluster in clusters
+    ]
     rows = [_row(point, steps, limits) for point in points]
     possible = [(point, row) for point, row in zip(points, rows, strict=True) if row["is_possible"]]
     best = min(possible, key=lambda pair: _order(goal, pair[1]), default=None)
@@ -92,7 +110,7 @@ def best_cluster(
             f"{point.devices:,}",
             point.cells()[0],
             duration(row["run_s"]),
-            money(row["run_cost"]),
+            plain_number(row["run_cost"]),
             "yes" if row["is_possible"] else row["obstacle"],
             point.cells()[3],
         )
@@ -117,7 +135,7 @@ def _row(point: PlannedPoint, steps: int, limits: Limits) -> dict[str, Any]:
     if limits.deadline_s is not None and run_s > limits.deadline_s:
         obstacle = f"{duration(run_s - limits.deadline_s)} too long"
     elif limits.budget is not None and cost is not None and cost > limits.budget:
-        obstacle = f"{money(cost - limits.budget)} too expensive"
+        obstacle = f"{plain_number(cost - limits.budget)} too expensive"
     return {**values, "run_s": run_s, "run_cost": cost, "is_possible": not obstacle, "obstacle": obstacle}
 
 
@@ -135,7 +153,7 @@ def _sentence(
     steps: int,
 ) -> str:
     wanted = [f"within {duration(limits.deadline_s)}"] if limits.deadline_s is not None else []
-    wanted += [f"for at most {money(limits.budget)}"] if limits.budget is not None else []
+    wanted += [f"for at most {plain_number(limits.budget)}"] if limits.budget is not None else []
     words = " and ".join(wanted)
     if best is None:
         planned = [row for row in rows if row["run_s"] is not None]
@@ -144,7 +162,7 @@ def _sentence(
         return f"None of the {len(rows)} clusters trains {steps:,} steps {words}{near}."
     superlative = {"time": "fastest", "cost": "cheapest", "devices": "smallest"}[goal]
     row = best[1]
-    price = f" and costs {money(row['run_cost'])}" if row["run_cost"] is not None else ""
+    price = f" and costs {plain_number(row['run_cost'])}" if row["run_cost"] is not None else ""
     return (
         f"The {superlative} cluster that trains {steps:,} steps{f' {words}' if words else ''} is {row['cluster']}: it"
         f" takes {duration(row['run_s'])}{price}, with {row['summary']}."

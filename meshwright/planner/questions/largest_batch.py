@@ -2,8 +2,8 @@
 most samples per second with it.
 
     batch     = data ranks × microbatches of the plan × samples of a microbatch
-    largest   the most samples of a microbatch with which the predicted memory fits, by doubling and bisection: memory
-              grows with the samples of a microbatch                                                  largest_samples
+    largest   the most samples of a microbatch with which the predicted memory fits, by interpolation: memory grows
+              about linearly with the samples of a microbatch                                         largest_samples
 """
 
 from collections.abc import Callable, Iterable
@@ -13,7 +13,7 @@ from typing import Any
 from meshwright.errors import InputError
 from meshwright.limits import LARGEST_COUNT
 from meshwright.plan import Plan
-from meshwright.planner.explanation.explain import gib, rate, seconds
+from meshwright.planner.explanation.units import gib, plain_number, seconds
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
 from meshwright.planner.questions.answer import Answer
@@ -38,17 +38,31 @@ class LargestBatch:
         return self.global_batch / self.prediction.step_s
 
 
-def largest_samples(fits: Callable[[int], bool], most: int = _MOST_SAMPLES) -> int:
-    """The largest number of samples, up to `most`, that fits; 0 if one does not. What fits also fits with fewer."""
-    if not fits(1):
-        return 0
-    fitting = 1
-    while fitting < most and fits(min(2 * fitting, most)):
-        fitting = min(2 * fitting, most)
-    too_many = min(2 * fitting, most + 1)
+def largest_samples(needed_bytes: Callable[[int], int], capacity_bytes: int, most: int = _MOST_SAMPLES) -> int:
+    """The largest number of samples, up to `most`, that needs at most `capacity_bytes`; 0 if one sample needs more.
+    More samples must not need fewer bytes. The next number to try is where a straight line through a number that fits
+    and one that does not reaches the capacity, and then further and further beyond that, towards the other of the two;
+    when they are as close, the middle between them."""
+    fitting, fitting_bytes = 1, needed_bytes(1)
+    if fitting_bytes > capacity_bytes or most == 1:
+        return int(fitting_bytes <= capacity_bytes)
+    too_many, too_many_bytes = most, needed_bytes(most)
+    if too_many_bytes <= capacity_bytes:
+        return most
+    beyond, last_fits = 0, True
     while too_many - fitting > 1:
-        middle = (fitting + too_many) // 2
-        fitting, too_many = (middle, too_many) if fits(middle) else (fitting, middle)
+        share = (capacity_bytes - fitting_bytes) / (too_many_bytes - fitting_bytes)
+        samples = fitting + int(share * (too_many - fitting)) + (beyond if last_fits else -beyond)
+        if too_many - fitting <= 4 * beyond:
+            samples = (fitting + too_many) // 2
+        samples = min(max(samples, fitting + 1), too_many - 1)
+        size = needed_bytes(samples)
+        last_fits = size <= capacity_bytes
+        if last_fits:
+            fitting, fitting_bytes = samples, size
+        else:
+            too_many, too_many_bytes = samples, size
+        beyond = max(1, 2 * beyond)
     return fitting
 
 
@@ -77,11 +91,12 @@ def _largest(plan: Plan, inputs: PlanningInputs, profiles: Profiles) -> LargestB
     arguments = inputs.cluster, profile, plan
     most = min(_MOST_SAMPLES, LARGEST_COUNT // plan.batch_parts)
 
-    def fits(samples: int) -> bool:
+    def needed_bytes(samples: int) -> int:
+        """Of the device with the least memory; another device that lacks bytes lacks as many there."""
         ranks = memory_by_device(*arguments, plan.batch_parts * samples, inputs.optimizer, inputs.runtime)
-        return all(memory.device_bytes <= inputs.capacity_of(device) for memory, device in ranks)
+        return inputs.capacity_bytes + max(memory.device_bytes - inputs.capacity_of(device) for memory, device in ranks)
 
-    samples = largest_samples(fits, most)
+    samples = largest_samples(needed_bytes, inputs.capacity_bytes, most)
     if not samples:
         return None
     batch = plan.batch_parts * samples
@@ -101,7 +116,7 @@ def answer_largest_batch(result: SearchResult, inputs: PlanningInputs, profiles:
             f"{batch.global_batch:,}" if batch.is_limited else f"≥ {batch.global_batch:,}",
             f"{batch.prediction.batch_per_rank:,}",
             seconds(batch.prediction.step_s),
-            rate(batch.samples_per_s),
+            plain_number(batch.samples_per_s),
             gib(batch.prediction.memory.device_bytes),
             batch.plan.summary(),
         )
@@ -119,12 +134,12 @@ def _sentences(batches: list[LargestBatch], inputs: PlanningInputs) -> Iterable[
     fastest, largest = batches[0], max(batches, key=lambda batch: batch.global_batch)
     yield (
         f"The fastest per sample is {fastest.plan.summary()} with a batch of {fastest.global_batch:,}:"
-        f" {rate(fastest.samples_per_s)} samples per second."
+        f" {plain_number(fastest.samples_per_s)} samples per second."
     )
     if largest is not fastest:
         yield (
             f"The largest batch, {largest.global_batch:,}, fits under {largest.plan.summary()}, with"
-            f" {rate(largest.samples_per_s)} samples per second."
+            f" {plain_number(largest.samples_per_s)} samples per second."
         )
     yield (
         "Each batch is the largest without accumulation; with memory.accumulation it can be any multiple of that. A"

@@ -11,10 +11,18 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from meshwright.planner.explanation.explain import seconds, step_shares
+from meshwright.planner.explanation.explain import step_shares
+from meshwright.planner.explanation.units import duration, plain_number, seconds
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
-from meshwright.planner.questions.answer import Answer, PlannedPoint, duration, money, plan_point
+from meshwright.planner.questions.answer import (
+    Answer,
+    InputsOn,
+    PlannedPoint,
+    inputs_on_cluster,
+    plan_changed_point,
+    plan_point,
+)
 from meshwright.planner.questions.variations import changed, varied
 
 _PAYS = 0.5  # chosen: an additional device that adds less than half of what the first ones do
@@ -29,17 +37,15 @@ def sweep(
     profiles: Profiles,
     what_if: Sequence[str] = (),
     inputs_of: PointInputs | None = None,
+    inputs_on: InputsOn | None = None,
 ) -> Answer:
-    """Answers the question. `inputs_of` returns the inputs of a point if they are not `varied` ones of `inputs`. For
-    each change of `what_if`, the sweep is repeated with a cluster that has it."""
-    points = sweep_points(name, values, inputs, profiles, inputs_of)
+    """Answers the question. `inputs_of` returns the inputs of a point if they are not `varied` ones of `inputs`,
+    `inputs_on` those on a cluster of another kind of devices. For each change of `what_if`, the sweep is repeated with
+    a cluster that has it."""
+    points, others = sweep_points(name, values, inputs, profiles, what_if, inputs_of, inputs_on)
     scales = name in ("devices", "nodes")
     sentences = list(_scaling_sentences(points)) if scales else list(_best_sentences(points, name))
-    others = {}
-    for change in what_if:
-        changed_points = sweep_points(name, values, inputs, profiles, inputs_of, change)
-        others[change] = changed_points
-        sentences.append(_change_sentence(points, changed_points, change, scales))
+    sentences += [_change_sentence(points, some, change, scales) for change, some in others.items()]
     columns, rows = _table(points, name, others)
     values_of_points = _values(points)
     return Answer(
@@ -61,17 +67,27 @@ def sweep_points(
     values: Sequence[str],
     inputs: PlanningInputs,
     profiles: Profiles,
+    what_if: Sequence[str] = (),
     inputs_of: PointInputs | None = None,
-    change: str | None = None,
-) -> list[PlannedPoint]:
-    """The best plan for each value."""
-    points = []
+    inputs_on: InputsOn | None = None,
+) -> tuple[list[PlannedPoint], dict[str, list[PlannedPoint]]]:
+    """The best plan for each value; and for each change of `what_if`, the best plans with it. Wrong values and changes
+    are named before the first search."""
+    for change in what_if:
+        changed(inputs.cluster, change)
+    all_inputs: dict[str, tuple[PlanningInputs, Profiles]] = {}
     for value in values:
-        own, own_profiles = inputs_of(value) if inputs_of else (varied(inputs, name, value), profiles)
-        if change is not None:
-            own = replace(own, cluster=changed(own.cluster, change))
+        other = varied(inputs, name, value)
+        on_same_cluster = replace(other, cluster=inputs.cluster)
+        all_inputs[value] = inputs_on_cluster(other.cluster, on_same_cluster, profiles, inputs_on)
+    points: list[PlannedPoint] = []
+    others: dict[str, list[PlannedPoint]] = {change: [] for change in what_if}
+    for value in values:
+        own, own_profiles = inputs_of(value) if inputs_of else all_inputs[value]
         points.append(plan_point(value, own, own_profiles))
-    return points
+        for change, changed_points in others.items():
+            changed_points.append(plan_changed_point(points[-1], change, own_profiles))
+    return points, others
 
 
 def efficiency(point: PlannedPoint, first: PlannedPoint) -> float:
@@ -114,8 +130,9 @@ def _table(
         step, speed, memory, plan = point.cells()
         share = f"{efficiency(point, first):.0%}" if first is not None and point.best is not None else "–"
         row = [point.label, step, speed, share, *(some[number].cells()[1] for some in others.values()), memory]
-        row += [duration(point.epoch_s)] * has_epoch + [money(point.cost_of(point.epoch_s))] * (has_epoch and has_price)
-        row += [money(point.cost_of(point.billion_tokens_s))] * (has_tokens and has_price)
+        costs = [plain_number(point.cost_of(length_s)) for length_s in (point.epoch_s, point.billion_tokens_s)]
+        row += [duration(point.epoch_s)] * has_epoch + costs[:1] * (has_epoch and has_price)
+        row += costs[1:] * (has_tokens and has_price)
         rows.append((*row, plan))
     return (*columns, "plan"), tuple(rows)
 

@@ -9,18 +9,20 @@ what-if             link (between machines, or within the only one), within, com
                     memory: a factor (2x) or, for memory, a size (141GB)
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
 from meshwright.cluster.catalog import find_link, is_within
 from meshwright.cluster.cluster import Cluster, Device, Link, Node
-from meshwright.cluster.detect import find_cluster
+from meshwright.cluster.detect import find_cluster, with_shared_cores
 from meshwright.errors import InputError, did_you_mean
+from meshwright.limits import LARGEST_COUNT, MOST_DEVICES
 from meshwright.plan_fields.quantities import read_bytes
 from meshwright.planner.inputs import PlanningInputs
 
 SWEEPS = ("devices", "nodes", "link", "gpu", "batch", "sequence")
-_NUMBERS = ("devices", "nodes", "batch", "sequence")
+_MOST = {"devices": MOST_DEVICES, "nodes": MOST_DEVICES, "batch": LARGEST_COUNT, "sequence": LARGEST_COUNT}
 _CHANGES = ("link", "within", "compute", "memory")
 MOST_POINTS = 40
 
@@ -41,14 +43,15 @@ def read_sweep(word: str) -> tuple[str, list[str]]:
 def _values(name: str, part: str, word: str) -> Iterator[str]:
     first, dots, rest = part.partition("..")
     if not dots:
-        if name in _NUMBERS and not (part.isdigit() and int(part)):
+        if not part or (name in _MOST and not _is_count(part)):
             raise InputError(f"--sweep {word}: '{part}' is no number above 0: write 8..1024, or 8,16,32")
-        yield part
+        yield _checked(name, part, word)
         return
     last, colon, step = rest.partition(":")
     numbers = [first, last, *([step] if colon else [])]
-    if name not in _NUMBERS or not all(number.isdigit() and 0 < int(number) < 2**31 for number in numbers):
+    if name not in _MOST or not all(map(_is_count, numbers)):
         raise InputError(f"--sweep {word}: '{part}' is no range of {name}: write 8..1024, or 8..64:8 for steps of 8")
+    _checked(name, last, word)
     value = int(first)
     if value > int(last):
         raise InputError(f"--sweep {word}: {first} is larger than {last}: write the smaller number first")
@@ -57,6 +60,19 @@ def _values(name: str, part: str, word: str) -> Iterator[str]:
         yield str(value)
         value = value + int(step) if colon else 2 * value
         count += 1
+
+
+def _is_count(text: str) -> bool:
+    return bool(re.fullmatch(r"0*[1-9][0-9]{0,17}", text))
+
+
+def _checked(name: str, text: str, word: str) -> str:
+    """The value of a sweep. Raises an `InputError` for a number that is too large."""
+    if name not in _MOST:
+        return text
+    if int(text) > _MOST[name]:
+        raise InputError(f"--sweep {word}: {name} is {text}: at most {_MOST[name]:,}")
+    return str(int(text))
 
 
 def varied(inputs: PlanningInputs, name: str, value: str) -> PlanningInputs:
@@ -80,11 +96,13 @@ def varied(inputs: PlanningInputs, name: str, value: str) -> PlanningInputs:
 
 
 def with_devices(cluster: Cluster, devices: int) -> Cluster:
-    """A cluster with this number of the same devices: on one machine, or on whole machines."""
+    """A cluster with this number of the same devices: on one machine, or on whole machines. CPU ranks of one machine
+    share its cores and its memory."""
     node = _only_node(cluster, f"devices={devices}")
+    if cluster.kind == "cpu" and node.number == 1:
+        return with_shared_cores(cluster, devices, f"{devices}xcpu")
     if devices <= node.count:
-        name = f"{devices}x{node.device.name}" if devices > 1 else node.device.name
-        return cluster.with_device_count(devices).model_copy(update={"name": name})
+        return _part_of_node(cluster, node, devices)
     if devices % node.count:
         raise InputError(
             f"--sweep devices: {devices} devices are no whole machines of {node.count} {node.device.name}: choose"
@@ -93,8 +111,20 @@ def with_devices(cluster: Cluster, devices: int) -> Cluster:
     return with_nodes(cluster, devices // node.count)
 
 
+def _part_of_node(cluster: Cluster, node: Node, devices: int) -> Cluster:
+    """A machine with fewer devices, which have as many CPU cores each as before."""
+    name = f"{devices}x{node.device.name}" if devices > 1 else node.device.name
+    cores = max(1, node.cores * devices // node.count)
+    part = node.model_copy(update={"count": devices, "number": 1, "cores": cores})
+    return cluster.model_copy(update={"nodes": (part,), "name": name})
+
+
 def with_nodes(cluster: Cluster, nodes: int) -> Cluster:
     node = _only_node(cluster, f"nodes={nodes}")
+    if nodes * node.count > MOST_DEVICES:
+        raise InputError(
+            f"--sweep nodes: {nodes} machines have {nodes * node.count:,} devices: at most {MOST_DEVICES:,}"
+        )
     if nodes > 1 and cluster.link is None:
         raise InputError(
             f"--sweep nodes: '{cluster.name}' has no network between machines: name a cluster such as 2x8xH100"
@@ -177,9 +207,8 @@ def _faster(link: Link, factor: float) -> Link:
 
 
 def _factor(text: str) -> float | None:
-    number = text[:-1]
-    is_number = text.endswith("x") and number.replace(".", "", 1).isdigit() and 0 < float(number) <= 1e6
-    return float(number) if is_number else None
+    match = re.fullmatch(r"([0-9]{1,7}(?:\.[0-9]{1,6})?)x", text)
+    return float(match[1]) if match and 0 < float(match[1]) <= 1e6 else None
 
 
 def _only_node(cluster: Cluster, what: str) -> Node:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import InputError
+from meshwright.files.user_path import user_path
 from meshwright.planner.questions.answer import Answer
 from meshwright.report.run.kinds import (
     COMPUTING,
@@ -34,9 +35,16 @@ _ADVICE = {
 }
 
 
-def explain_run(folder: Path) -> Answer:
-    """Answers why the run was slower than predicted. Raises an `InputError` if it has no prediction or no times."""
-    run = read_run(folder)
+def explain_run(folder: str | Path) -> Answer:
+    """Returns why a run was slower than predicted, rank by rank, from the times that it has recorded; nothing of the
+    run is executed. Raises an `InputError` if it has no prediction or no times.
+
+    >>> import meshwright as mw
+    >>> mw.explain_run("runs/none")
+    Traceback (most recent call last):
+    meshwright.errors.InputError: runs/none: there is no such folder: name a run folder that `train` wrote, ...
+    """
+    run = read_run(user_path(folder, "the run folder"))
     windows = kinds_of_windows(run.ranks)
     prediction = run.page.get("prediction")
     breakdown = prediction.get("breakdown") if isinstance(prediction, Mapping) else None

@@ -23,18 +23,43 @@ CLUSTER = ("--cluster", "2xA100-80GB")
         (["--batch", "7"], "--batch 7: write --batch max"),
         (["--batch", "max", "--sweep", "devices=1..2"], "--batch and --sweep are two questions"),
         (["--price", "2"], "--price belongs to --sweep"),
-        (["--for", "speed", "--clusters", "A100-80GB"], "--for speed: write time, cost or devices"),
-        (["--for", "time"], "--for needs clusters to choose from"),
-        (
-            ["--for", "time", "--clusters", "A100-80GB", "--deadline", "soon"],
-            "--deadline soon: write a time",
-        ),
         (["--sweep", "sequence=8"], "the job's data.train has no keyword 'sequence'"),
         (["--sweep", "devices=1..2", "--output", "plan.yaml"], "--output is for one plan"),
+        (["--sweep", "devices=²"], "'²' is no number above 0"),
+        (["--sweep", "devices=1..99999999999"], "devices is 99999999999: at most 65,536"),
+        (["--sweep", "nodes=99999"], "99999: at most 65,536"),
+        (["--sweep", "batch=2147483648"], "at most 2,147,483,647"),
+        (["--sweep", "gpu=A100-80GB,"], "'' is no"),
+        (["--sweep", "gpu=A100-80GB,H1000"], "there is no device 'H1000'"),
+        (["--sweep", "gpu=A100-80GB", "--price", "2"], "--price 2 is that of one kind of device"),
+        (["--sweep", "link=fast"], "fast"),
+        (["--sweep", "devices=1..2", "--price", "nan"], "Invalid value for '--price'"),
+        (["--sweep", "devices=1..2", "--price", "0"], "--price 0.0: write a number above 0"),
+        (["--sweep", "devices=1..2", "--what-if", "compute=²x"], "'²x' is no factor"),
+        (["--sweep", "devices=1..2", "--what-if", "compute=0x"], "'0x' is no factor"),
+        (["--sweep", "devices=1..2", "--what-if", "memory=lots"], "--what-if memory is 'lots'"),
     ],
 )
 def test_wrong_words_are_refused_in_one_line(refusal_of: RefusalOf, words: list[str], message: str) -> None:
     assert message in refusal_of("plan", "job.yaml", *CLUSTER, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--for", "speed", "--clusters", "A100-80GB"], "--for speed: write time, cost or devices"),
+        (["--for", "time"], "--for needs clusters to choose from"),
+        (["--for", "time", "--clusters", "A100-80GB", "--deadline", "soon"], "--deadline soon: write a time"),
+        (["--for", "time", "--clusters", "A100-80GB", *CLUSTER], "--for chooses among --clusters: leave out --cluster"),
+        (["--for", "cost", "--clusters", "A100-80GB=-1"], "the price of A100-80GB is '-1'"),
+        (["--for", "cost", "--clusters", "A100-80GB=1", "--budget", "inf"], "--budget inf: write a number above 0"),
+        (["--for", "cost", "--clusters", ","], "there is no cluster"),
+        (["--for", "cost", "--clusters", "prices.yaml"], "there is no such clusters file"),
+        (["--for", "cost", "--clusters", "8xA1000=3"], "there is no device 'A1000'"),
+    ],
+)
+def test_wrong_goals_are_refused_in_one_line(refusal_of: RefusalOf, words: list[str], message: str) -> None:
+    assert message in refusal_of("plan", "job.yaml", *words)
 
 
 def test_constraints_of_set_and_of_the_job_are_kept(run_command: RunCommand, folder: Path) -> None:
