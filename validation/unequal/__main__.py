@@ -13,7 +13,7 @@ from typing import Any
 
 from validation.unequal.cpu_quota import cpu_quota
 
-BATCH, STEPS, MEASURED_FROM = 128, 130, 60
+BATCH, STEPS, MEASURED_FROM = 128, 90, 50
 SHARES: dict[str, Any] = {"even": "[64, 64]", "proportional": "[86, 42]", "adaptive": "adaptive"}
 
 
@@ -51,8 +51,12 @@ def train(folder: Path, shares: str) -> Path:
     words += [f"--set={name}={value}" for name, value in settings.items()]
     with cpu_quota(f"meshwright-{folder.name}", 0.5) as members:
         process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        members.write_text(f"{pid_of_rank(folder / 'mnist-0001', 1, process)}")
-        _, errors = process.communicate()
+        try:
+            members.write_text(f"{pid_of_rank(folder / 'mnist-0001', 1, process)}")
+            _, errors = process.communicate()
+        finally:
+            process.terminate()
+            process.wait()
     if process.returncode:
         raise SystemExit(errors)
     return folder / "mnist-0001"

@@ -23,12 +23,3 @@ def cpu_quota(name: str, cores: float) -> Iterator[Path]:
         yield folder / "cgroup.procs"
     finally:
         folder.rmdir()  # which works once its processes have ended
-
-
-def can_limit() -> bool:
-    """Whether this process may make such a cgroup."""
-    try:
-        with cpu_quota("meshwright-try", 1.0):
-            return True
-    except OSError:
-        return False

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from meshwright.data.batch import Batch, LoadingOptions
-from meshwright.data.share_table import ShareTable
+from meshwright.data.share_table import ROWS, ShareTable
 from meshwright.errors import InputError
 from meshwright.parallel.model import ParallelModel
 from meshwright.plan import Plan
@@ -193,9 +193,10 @@ class AdaptiveShares:
     def repeat(self, decisions: Iterable[ShareDecision]) -> None:
         """Makes decisions again that were made after the checkpoint, in the order in which they were made. Is called
         before a loader begins."""
-        for decision in decisions:
-            if decision.step <= self._decided and decision.first is None:
-                continue
+        known, self._pending = self._pending, []
+        repeated = list(decisions)
+        self.table = ShareTable(self.table.at(self._last_batch + 1), ROWS + len(known) + len(repeated))
+        for decision in (*known, *repeated):
             self._decided = max(self._decided, decision.step)
             if decision.first is not None:
                 self.samples = decision.samples

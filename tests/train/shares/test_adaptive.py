@@ -136,6 +136,17 @@ def test_batches_of_a_prepared_loader_follow_the_speeds(two: RankPool) -> None:
     assert first[1][-1] == (8, 4)
 
 
+def many_changes(rank: int, size: int) -> list[tuple[int, ...]]:
+    session = session_with({"axes": {"replicate": 2}, "shares": "adaptive"})
+    assert session.shares is not None
+    session.shares.repeat(ShareDecision(number, 10 + number, (1 + number, 1), ()) for number in range(200))
+    return [session.shares.table.at(batch) for batch in (9, 10, 77, 500)]
+
+
+def test_any_number_of_changes_is_repeated(two: RankPool) -> None:
+    assert two.run(many_changes)[0] == [(1, 1), (1, 1), (68, 1), (200, 1)]
+
+
 def other_loader(rank: int, size: int) -> str:
     session = session_with({"axes": {"replicate": 2}, "shares": "adaptive"})
     x, y = data()[rank * 6 : rank * 6 + 6]
