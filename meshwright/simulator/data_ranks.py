@@ -41,6 +41,14 @@ class DataRankGroup:
         """The names of the devices by pipeline rank, such as `A100-80GB, V100-16GB`."""
         return ", ".join(dict.fromkeys(node.device.name for node in self.nodes))
 
+    @property
+    def numbers(self) -> str:
+        """The numbers of the data ranks, such as `data ranks 0 to 7`."""
+        if len(self.ranks) == 1:
+            return f"data rank {self.ranks[0]}"
+        is_range = self.ranks[-1] - self.ranks[0] == len(self.ranks) - 1
+        return f"{'' if is_range else f'{len(self.ranks)} of '}data ranks {self.ranks[0]} to {self.ranks[-1]}"
+
     def microbatch_samples(self, plan: Plan) -> int:
         """The samples in the largest microbatch of one of the ranks."""
         return -(-ceil(self.samples) // plan.microbatches)

@@ -34,7 +34,7 @@ def row_names(prediction: Prediction) -> list[str]:
     """The names of the timeline's rows; empty if all ranks are alike."""
     groups = [group.group for group in prediction.groups]
     if prediction.timeline is None:
-        return [f"{group.devices} × {len(group.ranks)}: {group.samples:.4g} samples" for group in groups]
+        return [f"{group.devices}, {group.numbers}: {group.samples:.4g} samples" for group in groups]
     if not groups:
         return []
     slowest = max(prediction.groups, key=lambda group: group.step.step_s).group

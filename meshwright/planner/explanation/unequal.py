@@ -11,6 +11,7 @@ from meshwright.simulator.predict import GroupPrediction, Prediction
 
 _WAITS = 0.05  # a group that waits for a larger share of the step is mentioned
 _FULL = 0.9  # memory that is filled so far has no room for more samples
+_SHARES = "shares.samples"
 
 
 def unequal(best: PricedPlan, summary: ModelSummary, inputs: PlanningInputs) -> list[str]:
@@ -25,8 +26,7 @@ def unequal(best: PricedPlan, summary: ModelSummary, inputs: PlanningInputs) -> 
             longer = f"; with equal {_parts(best)} the plan would not fit"
     sentences = [_order(inputs)]
     if plan.shares.samples:
-        sentences.append(f"{_shares(plan, prediction)}{longer}.")
-        sentences += _waiting(prediction, inputs)
+        sentences.append(f"{_shares(plan, prediction, inputs)}{longer}.")
     elif best.even is not None:
         sentences.append(f"{_stages(best, summary)}{longer}.")
     elif plan.data_ranks > 1:
@@ -40,8 +40,16 @@ def unequal(best: PricedPlan, summary: ModelSummary, inputs: PlanningInputs) -> 
 
 
 def shares_sentence(plan: Plan, prediction: Prediction) -> list[str]:
-    """Says how many samples each kind of rank gets under a plan that the user gave; empty if all ranks are alike."""
-    return [f"{_shares(plan, prediction)}."] if len(prediction.groups) > 1 else []
+    """Says how many samples each kind of rank gets under a plan that the user gave, and how long they take; empty if
+    all ranks are alike."""
+    if len(prediction.groups) < 2:
+        return []
+    words = [
+        f"{name} ranks get {_samples(groups, plan)} samples and would take"
+        f" {max(group.step.step_s for group in groups) * 1e3:.4g} ms alone"
+        for name, groups in _kinds(prediction)
+    ]
+    return [f"{', '.join(words)}: the slowest decide."]
 
 
 def _parts(best: PricedPlan) -> str:
@@ -63,22 +71,49 @@ def _order(inputs: PlanningInputs) -> str:
     return f"{text[0].upper()}{text[1:]}: start the machines in this order."
 
 
-def _shares(plan: Plan, prediction: Prediction) -> str:
+def _kinds(prediction: Prediction) -> list[tuple[str, list[GroupPrediction]]]:
+    """The groups of data ranks on equal devices, and the name of the devices."""
+    by_nodes: dict[tuple[int, ...], list[GroupPrediction]] = {}
+    for group in prediction.groups:
+        by_nodes.setdefault(tuple(id(node) for node in group.group.nodes), []).append(group)
+    kinds = list(by_nodes.values())
+    names = [groups[0].group.devices for groups in kinds]
+    if len(set(names)) < len(names):  # devices of one name that are not equally fast
+        names = [f"{name} ({groups[0].group.numbers})" for name, groups in zip(names, kinds, strict=True)]
+    return list(zip(names, kinds, strict=True))
+
+
+def _shares(plan: Plan, prediction: Prediction, inputs: PlanningInputs) -> str:
     """Such as `A100-40GB ranks get 46 samples and V100-16GB ranks 18, because A100-40GB trains 2.5 times as many
     samples per second as V100-16GB`."""
-    kinds = [list(groups) for _, groups in groupby(prediction.groups, key=lambda group: group.group.devices)]
-    names = [groups[0].group.devices for groups in kinds]
-    words = [f"{name} ranks {_samples(groups, plan)}" for name, groups in zip(names, kinds, strict=True)]
-    words[0] = f"{names[0]} ranks get {_samples(kinds[0], plan)} samples"
-    speeds = [max(group.group.samples / group.step.step_s for group in groups) for groups in kinds]
+    kinds = _kinds(prediction)
+    words = [f"{name} ranks {_samples(groups, plan)}" for name, groups in kinds]
+    words[0] = f"{kinds[0][0]} ranks get {_samples(kinds[0][1], plan)} samples"
+    joined = f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]
+    if limited := _limited(kinds, prediction, inputs):
+        return f"{joined}, because {limited}"
+    if _SHARES in inputs.constraints.fixed:
+        return f"{joined}, as the constraints say"
+    speeds = [max(group.group.samples / group.step.step_s for group in groups) for _, groups in kinds]
     slowest = speeds.index(min(speeds))
     faster = [
-        f"{name} trains {speed / speeds[slowest]:.3g} times as many samples per second as {names[slowest]}"
-        for name, speed in zip(names, speeds, strict=True)
-        if name != names[slowest]
+        f"{name} trains {speed / speeds[slowest]:.3g} times as many samples per second as {kinds[slowest][0]}"
+        for index, ((name, _), speed) in enumerate(zip(kinds, speeds, strict=True))
+        if index != slowest
     ]
-    joined = f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]
     return joined + (f", because {', and '.join(faster)}" if faster else "")
+
+
+def _limited(
+    kinds: list[tuple[str, list[GroupPrediction]]], prediction: Prediction, inputs: PlanningInputs
+) -> str | None:
+    """Names the ranks whose memory has no room for more samples, and which therefore wait for others."""
+    for name, groups in kinds:
+        waits = 1 - max(group.step.step_s for group in groups) / prediction.step_s
+        memory, device = groups[0].fullest
+        if waits >= _WAITS and memory.device_bytes > _FULL * inputs.capacity_of(device):
+            return f"more samples would not fit into the memory of {name} ranks, which wait {waits:.0%} of the step"
+    return None
 
 
 def _samples(groups: list[GroupPrediction], plan: Plan) -> str:
@@ -89,19 +124,6 @@ def _samples(groups: list[GroupPrediction], plan: Plan) -> str:
     if len(numbers) > 2 or most not in numbers:  # the batch is another one than that of the shares
         numbers = {round(most)}
     return " or ".join(str(number) for number in sorted(numbers, reverse=True))
-
-
-def _waiting(prediction: Prediction, inputs: PlanningInputs) -> list[str]:
-    """Names the ranks that wait for others, with the reason."""
-    for group in prediction.groups:
-        waits = 1 - group.step.step_s / prediction.step_s
-        memory, device = group.fullest
-        if waits >= _WAITS and memory.device_bytes > _FULL * inputs.capacity_of(device):
-            return [
-                f"{group.group.devices} ranks wait {waits:.0%} of the step for the others: more samples would not fit"
-                " into their memory."
-            ]
-    return []
 
 
 def _stages(best: PricedPlan, summary: ModelSummary) -> str:
@@ -124,7 +146,7 @@ def _even(best: PricedPlan, inputs: PlanningInputs) -> str:
     groups = best.prediction.groups
     if len(groups) == 1:
         return "All data ranks are alike, and get equal shares of a batch."
-    if "shares.samples" in inputs.constraints.fixed:
+    if _SHARES in inputs.constraints.fixed:
         return "All data ranks get equal shares of a batch, as the constraints say; the slowest decides."
     return (
         "All data ranks get equal shares of a batch: with shares by speed, the step would not be shorter by more than"

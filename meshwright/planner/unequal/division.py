@@ -10,9 +10,10 @@ the division by speed are predicted, and the better one is kept (preference.py).
 from collections.abc import Iterator
 from dataclasses import replace
 
+from pydantic import ValidationError
+
 from meshwright.errors import InputError
 from meshwright.plan import Plan
-from meshwright.plan_fields.groups import Shares
 from meshwright.planner.compute_variants import Predict, plan_that_fits
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.model_summary import ModelSummary
@@ -39,8 +40,9 @@ def divided(
     options = [even]
     for by_speed in _by_speed(plan, even, inputs, profile, summary):
         try:
+            Plan.model_validate(by_speed.model_dump())
             inputs.check_plan(by_speed)
-        except InputError:  # the run cannot divide the batch unequally under this plan
+        except (InputError, ValidationError):  # the run cannot divide the batch unequally under this plan
             continue
         options.append((by_speed, predict(by_speed)))
     fitting = [option for option in options if inputs.fits(option[1])]
@@ -98,14 +100,14 @@ def with_best_shares(
     prediction of the plan, if there is one."""
     if _SHARES in inputs.constraints.fixed:
         return plan
-    even = plan.model_copy(update={"shares": Shares()})
+    even = _with_samples(plan, ())
     groups = data_rank_groups(inputs.cluster, even, inputs.global_batch)
     if len(groups) == 1:
         return plan
     known_groups = {group.group.ranks: group for group in known.groups} if known is not None else {}
     share_groups = [_share_group(group, even, inputs, profile, known_groups.get(group.ranks)) for group in groups]
     near = [max(plan.shares.samples[rank] for rank in group.ranks) for group in groups] if plan.shares.samples else ()
-    found = best_shares(inputs.global_batch, share_groups, near)
+    found = best_shares(inputs.global_batch, share_groups, plan.microbatches, near)
     if found is None:
         return None
     of_ranks = {
@@ -114,8 +116,11 @@ def with_best_shares(
         for rank, samples in zip(group.ranks, shares, strict=True)
     }
     samples = tuple(of_ranks[rank] for rank in range(plan.data_ranks))
-    is_even = len(set(samples)) == 1
-    return even if is_even else plan.model_copy(update={"shares": Shares(samples=samples)})
+    return even if len(set(samples)) == 1 else _with_samples(plan, samples)
+
+
+def _with_samples(plan: Plan, samples: tuple[int, ...]) -> Plan:
+    return plan.model_copy(update={"shares": plan.shares.model_copy(update={"samples": samples})})
 
 
 def _share_group(

@@ -19,7 +19,9 @@ from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.search import search, summarize_model
 from meshwright.planner.search_result import SearchResult
 from meshwright.planner.unequal.division import with_best_shares, with_cuts_by_speed
+from meshwright.report.plans.step import timeline_chart, timeline_values
 from meshwright.simulator.predict import predict_plan
+from meshwright.simulator.rank_rows import row_names, step_timeline
 from tests.planner.cases import ADAMW, MOMENTUM, images, search_plans, small_decoder
 
 A100_AND_V100 = "8xA100-40GB+8xV100"
@@ -169,12 +171,23 @@ def test_shares_can_be_fixed_and_avoided() -> None:
 def test_a_plan_with_shares_is_predicted_as_it_is() -> None:
     inputs = PlanningInputs(find_cluster("A100-40GB+V100"), 64, ADAMW)
     groups = {"axes": {"replicate": 2}, "numerics": {"precision": "fp16"}, "shares": [60, 4]}
-    report = predict_given_plan(Plan.model_validate(groups), inputs, small_decoder(2, 256))
+    plan = Plan.model_validate(groups)
+    report = predict_given_plan(plan, inputs, small_decoder(2, 256))
     (_, prediction), words = report.ranked[0], " ".join(report.explanation)
-    assert "A100-40GB ranks get 60 samples and V100-16GB ranks 4" in words
+    assert "A100-40GB ranks get 60 samples and would take" in words
+    assert "V100-16GB ranks get 4 samples and would take" in words
     fast, slow = prediction.groups
     assert prediction.step_s == fast.step.step_s > slow.step.step_s
     assert prediction.batch_per_rank == 60
+    timeline = step_timeline(prediction, plan)
+    assert timeline is not None
+    assert timeline.span_s == timeline.busy_s[0] > timeline.busy_s[1]
+    names = ["A100-40GB, data rank 0: 60 samples", "V100-16GB, data rank 1: 4 samples"]
+    assert row_names(prediction) == names
+    chart = timeline_chart({"timeline": timeline_values(timeline, names), "best": {"plan": plan.model_dump()}})
+    assert chart is not None
+    assert "waiting (bubble)" in str(chart)
+    assert all(name in str(chart) for name in names)
 
 
 def test_shares_on_equal_devices_wait_for_the_rank_with_most() -> None:

@@ -23,12 +23,12 @@ def groups_of(kinds: Kinds) -> list[ShareGroup]:
     ]
 
 
-def all_longest_s(total: int, kinds: Kinds) -> Iterator[float]:
+def all_longest_s(total: int, kinds: Kinds, fewest: int) -> Iterator[float]:
     """The longest time of every division of the samples, by the most samples of a rank of each kind."""
-    for shares in product(*(range(1, min(total, most) + 1) for *_, most in kinds)):
-        fewest = sum(share + ranks - 1 for (ranks, *_), share in zip(kinds, shares, strict=True))
+    for shares in product(*(range(fewest, min(total, most) + 1) for *_, most in kinds)):
+        least = sum(share + (ranks - 1) * fewest for (ranks, *_), share in zip(kinds, shares, strict=True))
         most = sum(ranks * share for (ranks, *_), share in zip(kinds, shares, strict=True))
-        if fewest <= total <= most:
+        if least <= total <= most:
             yield max(line(start, each)(share) for (_, start, each, _), share in zip(kinds, shares, strict=True))
 
 
@@ -36,17 +36,17 @@ kind = st.tuples(st.integers(1, 4), st.floats(0, 5), st.floats(0.01, 3), st.inte
 
 
 @settings(deadline=None, max_examples=150)
-@given(st.lists(kind, min_size=1, max_size=3), st.integers(1, 40))
-def test_no_other_division_is_faster(kinds: Kinds, total: int) -> None:
-    shares = best_shares(total, groups_of(kinds))
-    possible = sorted(all_longest_s(total, kinds))
+@given(st.lists(kind, min_size=1, max_size=3), st.integers(1, 40), st.integers(1, 3))
+def test_no_other_division_is_faster(kinds: Kinds, total: int, fewest: int) -> None:
+    shares = best_shares(total, groups_of(kinds), fewest)
+    possible = sorted(all_longest_s(total, kinds, fewest))
     if shares is None:
         assert not possible
         return
     assert sum(map(sum, shares)) == total
     assert [len(of_group) for of_group in shares] == [ranks for ranks, *_ in kinds]
     for of_group, (_, _, _, most) in zip(shares, kinds, strict=True):
-        assert min(of_group) >= 1
+        assert min(of_group) >= fewest
         assert max(of_group) <= min(most, min(of_group) + 1)
     longest = max(line(start, each)(max(s)) for s, (_, start, each, _) in zip(shares, kinds, strict=True))
     assert longest == possible[0]
