@@ -49,10 +49,11 @@ from meshwright.parallel.replicate.batch_norm import synchronize_batch_norm
 from meshwright.parallel.replicate.gradient_averaging import gradient_averager
 from meshwright.parallel.replicate.local_steps import LocalSteps
 from meshwright.parallel.replicate.replicate import replicate
-from meshwright.parallel.shard import may_run_different_blocks, shard
+from meshwright.parallel.shard import shard
 from meshwright.parallel.tensor.split_modules import split_modules
 from meshwright.parallel.weights.layout import ParameterLayout
 from meshwright.plan import Plan
+from meshwright.profile.different_blocks import may_run_different_blocks
 from meshwright.profile.structure.model_structure import ModelStructure
 from meshwright.profile.structure.structure import Structure
 

@@ -32,7 +32,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from meshwright.blocks.module_names import is_inside
 from meshwright.blocks.recompute import find_blocks
 from meshwright.collectives.wait_clock import WAIT_CLOCK
 from meshwright.errors import InputError
@@ -59,10 +58,6 @@ from meshwright.parallel.torch_private import (
 )
 from meshwright.parallel.weights.offload import offloads_parameters
 from meshwright.plan import Plan
-from meshwright.profile.equal_blocks import find_equal_blocks
-from meshwright.profile.experts import find_expert_layers
-from meshwright.profile.structure.dataflow import ControlFlowError, record_dataflow
-from meshwright.profile.structure.structure import Structure
 
 
 def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = True) -> None:
@@ -333,29 +328,6 @@ def _has_gradient(parameter: Any) -> bool:
 def _has_unsharded_gradient(parameter: Any) -> bool:
     """Whether a weight that was gathered has a gradient that is not reduced yet."""
     return parameter.unsharded_param.grad is not None or parameter.unsharded_accumulated_grad is not None
-
-
-def may_run_different_blocks(module: nn.Module, structure: Structure | None, sample: Any, target: str | None) -> bool:
-    """Whether random numbers or the values of tensors decide which blocks of the model run, so that ranks with
-    different samples may run different ones. Code within a block decides nothing about other blocks. Without a sample
-    batch this is not known, and the result is False. Experts of a list may be blocks, and tracing calls all of them."""
-    blocks = find_blocks(module)
-    experts = [name for layer in find_expert_layers(module) if layer.kind == "list" for name in layer.weights]
-    if any(is_inside(block, expert) for block in blocks for expert in experts):
-        return True
-    if structure is not None and structure.pieces:
-        return structure.found_in_evaluation
-    if sample is None or not blocks:
-        return False
-    for equal_blocks in dict.fromkeys((find_equal_blocks(module), ())):
-        try:
-            record_dataflow(module, sample, 2, equal_blocks, target)
-            return False
-        except ControlFlowError as error:
-            return not any(is_inside(error.module, block) for block in blocks)
-        except (IndexError, InputError):  # a model may fail without the skipped blocks
-            continue
-    return False
 
 
 def _unit_blocks(module: nn.Module) -> list[nn.Module]:

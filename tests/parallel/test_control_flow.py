@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.errors import InputError
 from meshwright.parallel.check import check_plan
-from meshwright.parallel.shard import may_run_different_blocks
 from meshwright.plan import Plan
+from meshwright.profile.different_blocks import may_run_different_blocks
 from tests.ranks import RankPool
 
 SPLITS = {"up": {"kind": "column"}, "down": {"kind": "row"}, "again": {"kind": "column"}}
