@@ -127,9 +127,8 @@ def _sharding_mesh(mesh: DeviceMesh, axes: tuple[str, ...], name: str = "shardin
 
 
 def _shard_experts(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> set[nn.Parameter]:
-    """Shards experts that are divided over the expert axis over the rest of the shard axis and the context axis.
-    Returns the weights of experts that stay whole, because there is no such rank; `finish_step` averages their
-    gradients over the replicate axis."""
+    """Shards experts that are divided over the expert axis over the rest of the shard axis and context ranks; returns
+    the weights that stay whole, for want of such ranks. `finish_step` averages their gradients over replicas."""
     if plan.axes.expert == 1:
         return set()
     if not has_axis(mesh, "shard") and not has_axis(mesh, "context"):
