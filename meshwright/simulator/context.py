@@ -13,11 +13,17 @@ message on (`attention_exchange_s`):
     ring         (N - 1) steps of p(b), each behind     (N - 1) steps of p(b) + p(g), each behind t / N
                  t / N of the attention
 
-Bytes in memory while a rank's queries attend (`exchanged_bytes`):
+Bytes that a rank allocates while its queries attend (`exchange_bytes`), at the moment with most of them. G query heads
+share a key-value head, which is copied for each of them; h is half of b if G > 1, the sum over these heads, else 0:
 
-    all_gather   2 · N · (b + g): once as received, once in a tile. The factor 2 was set after one measurement, of four
-                 CPU ranks with 4,096 tokens, and no other case confirms it
-    ring         2 · b + 4 · g
+    all_gather   forward    N·b received, N·G·b in tiles, G·(b + g) / 2 of queries and outputs
+                 backward   N·b received, N·g sums, 2·N·G·b in tiles and their gradients, N·h,
+                            G·b in copies of queries, outputs and their gradients, G·g / 2 the gradient of queries
+    ring         forward    2·b at hand and next, G·b in tiles, G·(b + g) of queries and outputs
+                 backward   3·b own, at hand and next, 4·g own, sent, received and new, 2·G·b in tiles and their
+                            gradients, h, G·b and G·g / 2 as above
+
+A mask makes scores of at most 2²⁶ numbers at a time in addition, which are not predicted.
 """
 
 from dataclasses import dataclass, replace
@@ -27,7 +33,7 @@ from meshwright.dtypes import ITEM_BYTES
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Axes
 from meshwright.profile.structure.structure import Structure
-from meshwright.profile.values import MemoryChange, ModelProfile, Operator, Phase
+from meshwright.profile.values import BatchPolynomial, MemoryChange, ModelProfile, Operator, Phase, TraceSegment
 from meshwright.simulator.communication.collectives import collective_s, overlap
 from meshwright.simulator.communication.placement import RankGroup, axis_groups
 from meshwright.simulator.compute.operator_time import DeviceSpeeds, operator_s
@@ -141,26 +147,54 @@ def _call_s(operator: Operator, batch: float, busy_s: float, exchange: ContextEx
     return (ranks - 1) * exposed_s
 
 
-def with_divided_tables(profile: ModelProfile, plan: Plan) -> ModelProfile:
-    """The profile of a rank's memory. Saved tensors that do not grow with the batch are tables of positions and masks,
-    of which a rank saves the rows of its own tokens."""
-    ranks = plan.axes.context
-    if ranks == 1:
+def rank_memory_profile(profile: ModelProfile, plan: Plan) -> ModelProfile:
+    """The profile of the memory of a rank. Saved tensors that do not grow with the batch are tables of positions and
+    masks, of which a rank saves the rows of its own tokens. Attention also allocates what it exchanges."""
+    if plan.axes.context == 1:
         return profile
-
-    def divided(change: MemoryChange) -> MemoryChange:
-        size = change.bytes
-        return (
-            replace(change, bytes=replace(size, constant=size.constant / ranks)) if change.role == "saved" else change
-        )
-
-    segments = tuple(replace(s, changes=tuple(divided(change) for change in s.changes)) for s in profile.segments)
+    share = _key_value_share(profile.structure)
+    segments = tuple(replace(s, changes=_changes_with_exchange(s, plan, share)) for s in profile.segments)
     return replace(profile, segments=segments)
 
 
-def exchanged_bytes(profile: ModelProfile, plan: Plan, batch: float, share: float) -> float:
-    """The most bytes of keys, values and their gradients that a rank has from other ranks at a time."""
-    attentions = [o for segment in profile.segments for o in segment.operators if o.kind == "attention"]
-    ranks, is_ring = plan.axes.context, plan.modules.attention_exchange == "ring"
-    sizes = [key_value_bytes(operator, batch, share) for operator in attentions]
-    return max((2 * b + 4 * g if is_ring else 2 * ranks * (b + g) for b, g in sizes), default=0.0)
+def _changes_with_exchange(segment: TraceSegment, plan: Plan, share: float) -> tuple[MemoryChange, ...]:
+    """The changes of the segment, with what attention allocates before it returns its results."""
+    ordered = [(change.after_operators, 0, _divided_table(change, plan)) for change in segment.changes]
+    for number, operator in enumerate(segment.operators, 1):
+        if operator.kind == "attention":
+            size = _exchange_bytes(operator, plan, share)
+            exchange = MemoryChange(number, size, "temporary", operator.layer, split=operator.split)
+            ordered += [(number, -2, exchange), (number, -1, replace(exchange, bytes=size.scaled(-1.0)))]
+    return tuple(change for _, _, change in sorted(ordered, key=lambda item: item[:2]))
+
+
+def _divided_table(change: MemoryChange, plan: Plan) -> MemoryChange:
+    size = change.bytes
+    if change.role != "saved" or not size.constant:
+        return change
+    return replace(change, bytes=replace(size, constant=size.constant / plan.axes.context))
+
+
+def _exchange_bytes(operator: Operator, plan: Plan, share: float) -> BatchPolynomial:
+    """The bytes of `exchange_bytes` of an attention, as a function of the samples whose compute the rank has."""
+    is_ring, backward = plan.modules.attention_exchange == "ring", operator.computes_gradient
+    size = exchange_bytes(*key_value_bytes(operator, 1, share), 1 / share, plan.axes.context, is_ring, backward)
+    return BatchPolynomial(0.0, size)
+
+
+def exchange_bytes(
+    keys_values: float, gradients: float, heads_per_key: float, ranks: int, is_ring: bool, backward: bool
+) -> float:
+    """Bytes that a rank allocates while its queries attend to the keys of all ranks, at the moment with most of them.
+    `keys_values` and `gradients` are those of the rank, `heads_per_key` is the number of query heads per key-value
+    head."""
+    b, g, in_tiles = keys_values, gradients, heads_per_key * keys_values
+    summed = b / 2 if heads_per_key > 1 else 0.0
+    of_queries = in_tiles + heads_per_key * g / 2
+    if is_ring and backward:
+        return 3 * b + 4 * g + 2 * in_tiles + summed + of_queries
+    if is_ring:
+        return 2 * b + in_tiles + heads_per_key * (b + g)
+    if backward:
+        return ranks * (b + g + 2 * in_tiles + summed) + of_queries
+    return ranks * (b + in_tiles) + heads_per_key * (b + g) / 2

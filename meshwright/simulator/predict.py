@@ -13,7 +13,7 @@ from meshwright.profile.optimizer import OptimizerCost
 from meshwright.profile.values import ModelProfile
 from meshwright.simulator.compute.chunked_loss import chunked_profile
 from meshwright.simulator.compute.compiled_profile import compiled_profile
-from meshwright.simulator.context import context_exchange, exchanged_bytes, with_divided_tables, without_context
+from meshwright.simulator.context import rank_memory_profile, without_context
 from meshwright.simulator.data_ranks import DataRankGroup, data_rank_groups, is_divided_unequally
 from meshwright.simulator.experts import check_expert_ranks, worst_buffer_bytes
 from meshwright.simulator.memory.device_memory import CPU_MEMORY, CUDA_MEMORY, DeviceMemory
@@ -21,7 +21,6 @@ from meshwright.simulator.memory.peak import MemoryPrediction, rank_memories
 from meshwright.simulator.pipeline.timeline import Timeline
 from meshwright.simulator.runtime import OUR_RUNTIME, Runtime
 from meshwright.simulator.step import StepTime, predict_step
-from meshwright.simulator.tensor.split_profile import split_profile
 
 
 @dataclass(frozen=True)
@@ -201,18 +200,12 @@ def _rank_memories(
 ) -> list[MemoryPrediction]:
     """The peak memory of each pipeline rank, or rank with other branches, with `samples` in a microbatch."""
     rank_samples = samples / plan.axes.context
-    profile = chunked_profile(with_divided_tables(profile, plan), plan.compute.loss_chunks)
+    profile = chunked_profile(rank_memory_profile(profile, plan), plan.compute.loss_chunks)
     profile = compiled_profile(profile, plan, rank_samples)
     optimizer = optimizer.fused() if plan.compute.fused_optimizer else optimizer
     device = device_memory(cluster, runtime.checkpoint_copies)
     inputs = runtime.memory_inputs(profile, plan, optimizer, device)
-    ranks = rank_memories(inputs.profile, without_context(plan), rank_samples, inputs.optimizer, inputs.device)
-    exchange = context_exchange(cluster, profile.structure, plan)
-    if exchange is None:
-        return ranks
-    local = split_profile(inputs.profile, plan)
-    received = round(exchanged_bytes(local, plan, rank_samples, exchange.key_value_share))
-    return [rank.with_temporary(received) for rank in ranks]
+    return rank_memories(inputs.profile, without_context(plan), rank_samples, inputs.optimizer, inputs.device)
 
 
 def _microbatch_samples(plan: Plan, global_batch: int) -> int:

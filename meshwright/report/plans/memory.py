@@ -13,7 +13,7 @@ from meshwright.report.units import bytes_text
 from meshwright.simulator.compute.chunked_loss import chunked_profile
 from meshwright.simulator.compute.compiled_profile import compiled_profile
 from meshwright.simulator.compute.operator_time import operator_s
-from meshwright.simulator.context import with_divided_tables, without_context
+from meshwright.simulator.context import rank_memory_profile, without_context
 from meshwright.simulator.memory.history import MemoryHistory, memory_histories
 from meshwright.simulator.memory.peak import MemoryPrediction, rank_memories
 from meshwright.simulator.predict import Prediction, device_memory
@@ -46,7 +46,7 @@ def memory_values(profile: ModelProfile, plan: Plan, prediction: Prediction, inp
     batch = prediction.batch_per_rank / plan.axes.context
     device = device_memory(inputs.cluster, inputs.checkpoint_copies)
     optimizer = inputs.optimizer.fused() if plan.compute.fused_optimizer else inputs.optimizer
-    divided = with_divided_tables(profile, plan)
+    divided = rank_memory_profile(profile, plan)
     executed = compiled_profile(chunked_profile(divided, plan.compute.loss_chunks), plan, batch)
     _, speeds = rank_device(slowest_node(inputs.cluster.nodes, plan), plan, OUR_RUNTIME)
 

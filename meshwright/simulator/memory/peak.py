@@ -62,17 +62,6 @@ class MemoryPrediction:
     host_bytes: int = 0
     copy_bytes: int = 0
 
-    def with_temporary(self, size: int) -> "MemoryPrediction":
-        """The prediction with further temporary tensors at the peak."""
-        breakdown = {**self.breakdown, "temporaries": self.breakdown["temporaries"] + size}
-        return replace(
-            self,
-            breakdown=breakdown,
-            allocated_bytes=self.allocated_bytes + size,
-            reserved_bytes=self.reserved_bytes + size,
-            device_bytes=self.device_bytes + size,
-        )
-
 
 def predict_memory(
     profile: ModelProfile, plan: Plan, batch: float, optimizer: OptimizerCost, device: DeviceMemory
