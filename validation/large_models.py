@@ -67,14 +67,15 @@ def main() -> None:
             result = subprocess.run(
                 [sys.executable, "-m", "meshwright", *words],
                 env={**os.environ, **threads},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                check=True,
+                capture_output=True,
+                text=True,
+                check=False,
             )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        best = json.loads(result.stdout.splitlines()[-1])["best"]["summary"]
-        print(f"| {model} | {8 * nodes:,} | {seconds:.0f} s | {best} |", flush=True)
+        answer = json.loads(result.stdout.splitlines()[-1]) if result.stdout else {"error": result.stderr.strip()}
+        plan = answer["best"]["summary"] if "best" in answer else answer["error"]
+        print(f"| {model} | {8 * nodes:,} | {seconds:.0f} s | {plan} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -218,6 +218,9 @@ def test_a_model_that_fits_no_plan_says_by_how_much_and_what_comes_closest() -> 
     explanation = str(refused.value)
     assert "fits no plan on '2xV100': the closest, " in explanation
     assert "GiB too much" in explanation
+    assert re.search(
+        r"Without offload, \d+ devices of this kind are needed at least, for weights, gradients", explanation
+    )
     assert "\n" not in explanation
 
 

@@ -1,6 +1,7 @@
 """The error message of a search that has found no plan."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from math import ceil
 
 from meshwright.cluster.cluster import Device
 from meshwright.plan import Plan
@@ -9,7 +10,7 @@ from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.search_result import SearchResult
 
 
-def describe_closest(inputs: PlanningInputs, results: Iterable[SearchResult]) -> str:
+def describe_closest(inputs: PlanningInputs, results: Sequence[SearchResult]) -> str:
     """Says which plan needs the least memory, and how much is missing; or why no candidate was accepted."""
     options: list[tuple[float, Plan, str, Device]] = []
     refusal = ""
@@ -29,9 +30,24 @@ def describe_closest(inputs: PlanningInputs, results: Iterable[SearchResult]) ->
     if limit is not None and limit == capacity:
         reason = f"max_memory is {limit / 1e9:.3g} GB"
     kept = f" with {inputs.constraints.describe()}" if inputs.constraints.fixed else ""
+    kept += f", also with memory.offload: {inputs.offload}" if inputs.offload != "none" else ""
     return (
         f"the model fits no plan on '{inputs.cluster.name}'{kept}: the closest, {plan.summary()}, needs {at_least}"
         f"{needed / gib:.1f} GiB, but a plan may use {capacity / gib:.1f} GiB of one {device.name}"
         f" ({reason}). That is"
-        f" {(needed - capacity) / gib:.1f} GiB too much: use more or larger devices, or a smaller batch"
+        f" {(needed - capacity) / gib:.1f} GiB too much: {_what_would_help(inputs, results)}"
+    )
+
+
+def _what_would_help(inputs: PlanningInputs, results: Sequence[SearchResult]) -> str:
+    parameters = results[0].summary.profile.parameters
+    weights = sum(parameter.bytes for parameter in parameters)
+    trained = sum(parameter.bytes for parameter in parameters if parameter.trainable)
+    states = weights + trained * (1 + inputs.optimizer.state_ratio)
+    devices = ceil(states / inputs.capacity_bytes) if inputs.capacity_bytes else 0
+    if devices <= inputs.cluster.device_count:
+        return "use more or larger devices, or a smaller batch"
+    return (
+        f"use more or larger devices. Without offload, {devices:,} devices of this kind are needed at least, for"
+        f" weights, gradients and optimizer state of {states / 2**30:,.0f} GiB"
     )

@@ -1,6 +1,7 @@
 """Plans of large mixtures of experts and of long sequences, from configurations alone, without weights."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,10 @@ def test_a_plan_fits_and_has_reasons(
     model: str, nodes: int, length: int, tmp_path: Path, run_command: RunCommand
 ) -> None:
     result = run_command(*command(model, nodes, length, tmp_path))
+    if (model, nodes) == ("DeepSeek-V3", 8):  # 671 billion weights with AdamW: 16 bytes each, 10 TiB
+        assert result.exit_code == 2
+        assert re.search(r"Without offload, 13\d devices of this kind are needed at least", result.stderr)
+        return
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout.splitlines()[-1])
     capacity_bytes = cluster_from_name("H100").nodes[0].device.memory_bytes * (1 - MARGIN)
