@@ -73,8 +73,9 @@ def main() -> None:
             )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        answer = json.loads(result.stdout.splitlines()[-1]) if result.stdout else {"error": result.stderr.strip()}
-        plan = answer["best"]["summary"] if "best" in answer else answer["error"]
+        plan = result.stderr.strip().rpartition("\n")[2]  # the reason why none fits
+        if result.returncode == 0:
+            plan = json.loads(result.stdout.splitlines()[-1])["best"]["summary"]
         print(f"| {model} | {8 * nodes:,} | {seconds:.0f} s | {plan} |", flush=True)
 
 

@@ -179,9 +179,9 @@ def _narrow(tensor: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) ->
 def _gather_rows(tensor: DTensor) -> Tensor:
     """The whole tensor, gathered from FSDP2's shards. `DTensor.full_tensor` is not used, because it crashes the process
     if CUDA tensors are sent over Gloo."""
-    ((axis, placement),) = [pair for pair in enumerate(tensor.placements) if isinstance(pair[1], Shard)]
+    ((axis, dim),) = [(axis, p.dim) for axis, p in enumerate(tensor.placements) if isinstance(p, Shard)]
     group = tensor.device_mesh.get_group(axis)
-    rows, ranks = tensor.shape[placement.dim], group.size()
+    rows, ranks = tensor.shape[dim], group.size()
     chunk = -(-rows // ranks)
-    division = consecutive_ranges(placement.dim, [max(0, min(chunk, rows - chunk * rank)) for rank in range(ranks)])
+    division = consecutive_ranges(dim, [max(0, min(chunk, rows - chunk * rank)) for rank in range(ranks)])
     return all_gather_tensor(tensor.to_local(), division, AxisGroup(group, group.rank(), ranks, "shard"))
