@@ -93,8 +93,7 @@ def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = 
             offload_policy=offload,
             ignored_params=_unshardable(block.parameters()) | whole_experts,
         )
-    in_blocks = {p for block in module.modules() if isinstance(block, FSDPModule) for p in block.parameters()}
-    in_blocks |= whole_experts
+    in_blocks = whole_experts | {p for b in module.modules() if isinstance(b, FSDPModule) for p in b.parameters()}
     # The root unit is needed at the end of the forward pass and again at the beginning of the backward pass. Therefore
     # FSDP2's default (None) leaves it gathered in between.
     module.register_forward_hook(_register_dataclasses)

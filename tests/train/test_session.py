@@ -134,7 +134,9 @@ def test_weights_load_into_the_original_model() -> None:
 
 def test_a_batch_smaller_than_its_microbatches_is_refused() -> None:
     session = session_of(new_model(), Plan.model_validate({"memory": {"accumulation": 4}}))
-    with pytest.raises(InputError, match=r"train\.global_batch is 3, fewer than the 1 ranks × 4 microbatches"):
+    with pytest.raises(
+        InputError, match=r"train\.global_batch is 3, smaller than 1 data-parallel ranks × 4 microbatches"
+    ):
         session.batches(points(40), global_batch=3)
 
 

@@ -19,7 +19,7 @@ from meshwright.train.output.folder import RunFolder
 
 FIELD = "checkpoint.copy_to"
 RUN = "run.json"  # the object that says which run the copies beside it are of
-RUN_FILES = ("job.yaml", "plan.yaml", "device.txt", "metrics.jsonl")
+RUN_FILES = ("job.yaml", "plan.yaml", "device.txt", "metrics.jsonl", "shares.jsonl")
 _LARGEST_RUN_BYTES = 65_536
 _FIRST_WAIT_S = 1.0  # before an upload at the end of a run is tried again; the next waits are longer
 _ATTEMPTS_AT_END = 3
@@ -232,7 +232,7 @@ def _run_files(folder: RunFolder) -> dict[str, bytes]:
     """The small files that a run needs to go on elsewhere, as they are now."""
     files = {name: folder.path / name for name in RUN_FILES}
     contents = {name: path.read_bytes() for name, path in files.items() if path.is_file()}
-    metrics = contents.get("metrics.jsonl")
-    if metrics is not None:  # the last line may be only half written
-        contents["metrics.jsonl"] = metrics[: metrics.rfind(b"\n") + 1]
+    for name in ("metrics.jsonl", "shares.jsonl"):
+        if name in contents:  # the last line may be only half written
+            contents[name] = contents[name][: contents[name].rfind(b"\n") + 1]
     return contents

@@ -127,13 +127,27 @@ def test_samples_move_to_the_faster_rank_and_a_resumed_session_repeats_it(
 
 
 def by_prepared_loader(rank: int, size: int) -> Any:
-    return train(session_with({"axes": {"replicate": 2}, "shares": "adaptive"}), (1.0, 0.5)[rank], STEPS, prepared=True)
+    adaptive = session_with({"axes": {"replicate": 2}, "shares": "adaptive"})
+    fixed = session_with({"axes": {"shard": 2}, "memory": {"accumulation": 3}, "shares": [9, 3]})
+    return train(adaptive, (1.0, 0.5)[rank], STEPS, prepared=True), losses_of_loader(fixed)
 
 
-def test_batches_of_a_prepared_loader_follow_the_speeds(two: RankPool) -> None:
-    first, second = two.run(by_prepared_loader)
-    assert first == second
-    assert first[1][-1] == (8, 4)
+def losses_of_loader(session: Session) -> list[tuple[float, int]]:
+    """The losses of an epoch, and how many samples this rank had."""
+    batches = session.prepare(DataLoader(data(), BATCH))
+    return [(float(session.step(batch)), batches.samples) for batch in batches]
+
+
+def test_batches_of_a_prepared_loader_follow_the_speeds_or_fixed_shares(two: RankPool) -> None:
+    (adaptive, fixed), (adaptive_1, fixed_1) = two.run(by_prepared_loader)
+    assert adaptive == adaptive_1
+    assert adaptive[1][-1] == (8, 4)
+    alone = losses_of_loader(session_with({}))
+    losses = [loss for loss, _ in alone]
+    assert adaptive[0][: len(alone)] == pytest.approx(losses, rel=1e-12)
+    assert [loss for loss, _ in fixed] == [loss for loss, _ in fixed_1] == pytest.approx(losses, rel=1e-12)
+    sizes = [(first, second) for (_, first), (_, second) in zip(fixed, fixed_1, strict=True)]
+    assert sizes == [(9, 3)] * 8 + [(3, 1)]  # the last batch has four samples
 
 
 def many_changes(rank: int, size: int) -> list[tuple[int, ...]]:
