@@ -114,7 +114,7 @@ def _stage_time(whole: ModelProfile, local: ModelProfile, inputs: StepInputs) ->
     tensor_forward_s, tensor_backward_s = (
         (1 - runtime.tensor_overlap)
         * (
-            messages_s(along_tensor, groups["tensor"], cluster, forward)
+            messages_s(along_tensor, groups["tensor"], inputs.links or cluster, forward)
             + messages_s(along_replicate, groups["replicate"], cluster, forward)
         )
         for forward in (True, False)

@@ -25,6 +25,7 @@ from meshwright.simulator.compute.chunked_loss import chunked_profile
 from meshwright.simulator.compute.compiled_profile import compiled_profile
 from meshwright.simulator.compute.executed_profile import casts_weights, without_weight_casts
 from meshwright.simulator.context import context_exchange, without_context
+from meshwright.simulator.data_ranks import groups_are_alike
 from meshwright.simulator.experts import divided_profile
 from meshwright.simulator.pipeline.shared_weights import tied_gradients_s
 from meshwright.simulator.pipeline.stages import stage_profiles
@@ -69,13 +70,18 @@ def predict_step(
 ) -> StepTime:
     """The time of a step in which every microbatch of a rank has `batch` samples. `nodes` are those of the pipeline
     ranks if they are not alike; otherwise all ranks have the slowest device of the cluster."""
-    device, speeds = rank_device(slowest_node(nodes or cluster.nodes, plan), plan, runtime)
+    slowest = slowest_node(nodes or cluster.nodes, plan)
+    device, speeds, _ = rank_device(slowest, plan, runtime)
     optimizer = optimizer.fused() if plan.compute.fused_optimizer else optimizer
     context = context_exchange(cluster, profile.structure, plan)
     rank_plan, rank_batch = without_context(plan), batch / plan.axes.context
     inputs = StepInputs(cluster, rank_plan, rank_batch, optimizer, runtime, device, speeds, context=context)
+    if nodes and groups_are_alike(plan.axes, cluster):
+        inputs = replace(inputs, links=_only(slowest, cluster))
     if any(node is not nodes[0] for node in nodes):
         devices = {id(node): rank_device(node, plan, runtime) for node in nodes}
+        if inputs.links is not None:
+            devices = {id(node): devices[id(node)]._replace(links=_only(node, cluster)) for node in nodes}
         inputs = replace(inputs, stage_devices=tuple(devices[id(node)] for node in nodes))
     if casts_weights(plan):
         profile = without_weight_casts(profile)
@@ -84,6 +90,11 @@ def predict_step(
     if places_branches(plan):
         return _step_with_branches(executed, inputs)
     return _step_of_equal_ranks(executed, inputs)[0]
+
+
+def _only(node: Node, cluster: Cluster) -> Cluster:
+    """The cluster with this kind of node alone."""
+    return cluster.model_copy(update={"nodes": (node,)})
 
 
 def _step_of_equal_ranks(profile: ModelProfile, inputs: StepInputs) -> tuple[StepTime, list[StageTime]]:

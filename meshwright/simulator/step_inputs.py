@@ -16,10 +16,11 @@ from meshwright.simulator.tensor.messages import TensorMessage
 
 
 class RankDevice(NamedTuple):
-    """The device of a rank, and its speeds with the CPU cores that the rank has."""
+    """The device of a rank, its speeds with the CPU cores that the rank has, and the `StepInputs.links` of it."""
 
     device: Device
     speeds: DeviceSpeeds
+    links: Cluster | None = None
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class StepInputs:
     of the ranks, and `speeds` are those of one rank on it. `branch_messages` are sent along the tensor axis in every
     microbatch; they are empty unless branches of the model are placed on different ranks. `context` says how ranks of
     the context axis exchange keys and values; `plan` and `batch` are then those of `without_context`. `stage_devices`
-    are the devices of the pipeline ranks, if these are not alike."""
+    are the devices of the pipeline ranks, if these are not alike. `links` is the cluster whose links the ranks of a
+    tensor group use, if these all lie on one kind of node; None for the slowest links of all nodes."""
 
     cluster: Cluster
     plan: Plan
@@ -40,13 +42,14 @@ class StepInputs:
     branch_messages: tuple[TensorMessage, ...] = ()
     context: ContextExchange | None = None
     stage_devices: tuple[RankDevice, ...] = ()
+    links: Cluster | None = None
 
     def on_rank(self, pipeline_rank: int) -> "StepInputs":
         """The inputs with the device of this pipeline rank."""
         if not self.stage_devices:
             return self
-        device, speeds = self.stage_devices[pipeline_rank]
-        return replace(self, device=device, speeds=speeds)
+        device, speeds, links = self.stage_devices[pipeline_rank]
+        return replace(self, device=device, speeds=speeds, links=links)
 
 
 def rate_of(node: Node, dtype: Dtype) -> float:

@@ -25,7 +25,8 @@ def describe_choice(result: SearchResult, inputs: PlanningInputs, profiles: Prof
     best = result.ranked[0]
     words = f"plan: {best.plan.summary()}, {seconds(best.prediction.step_s)} a step predicted"
     if best.plain is not None:
-        gained = difference(best.plan, best.plain.plan)
+        plain = best.plain.plan.model_copy(update={"shares": best.plan.shares})  # shares follow other choices
+        gained = difference(best.plan, plain)
         words += f" ({seconds(best.plain.prediction.step_s)} without {gained})"
     if reason := preference(result):
         words += f"; {reason}"

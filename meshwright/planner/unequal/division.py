@@ -7,8 +7,9 @@ the division by speed are predicted, and the better one is kept (preference.py).
     groups      ranks that compute together (tensor and context axes) have equal devices           candidates.py
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from pydantic import ValidationError
 
@@ -45,6 +46,9 @@ def divided(
         except (InputError, ValidationError):  # the run cannot divide the batch unequally under this plan
             continue
         options.append((by_speed, predict(by_speed)))
+        again = _cut_again(options[-1], inputs, summary)
+        if again != by_speed:
+            options.append((again, predict(again)))
     fitting = [option for option in options if inputs.fits(option[1])]
     if not fitting:
         return even, None
@@ -148,9 +152,20 @@ def _share_group(
     return ShareGroup(len(group.ranks), step_s, fits)
 
 
-def with_cuts_by_speed(plan: Plan, inputs: PlanningInputs, summary: ModelSummary) -> Plan:
+def _cut_again(predicted: PredictedPlan, inputs: PlanningInputs, summary: ModelSummary) -> Plan:
+    """Returns the plan with cuts by the predicted time of its ranks, which includes what the devices do not speed up:
+    messages and launches."""
+    plan, prediction = predicted
+    if prediction.timeline is None:
+        return plan
+    return with_cuts_by_speed(plan, inputs, summary, prediction.timeline.busy_s)
+
+
+def with_cuts_by_speed(plan: Plan, inputs: PlanningInputs, summary: ModelSummary, busy_s: Sequence[float] = ()) -> Plan:
     """Returns the plan with cuts with which the slowest stage is as fast as possible on the devices that hold the
-    stages. It is unchanged without a pipeline, if all stages lie on equal devices, and if constraints fix the cuts."""
+    stages. It is unchanged without a pipeline, if all stages lie on equal devices, and if constraints fix the cuts.
+    `busy_s` are the seconds that each pipeline rank is busy with the present cuts; if they are given, the costs of a
+    piece on a kind of device are scaled such that those of all its ranks add up to them."""
     ranks, per_rank = plan.axes.pipeline, plan.stages_per_rank
     if ranks == 1 or _CUTS in inputs.constraints.fixed:
         return plan
@@ -165,11 +180,31 @@ def with_cuts_by_speed(plan: Plan, inputs: PlanningInputs, summary: ModelSummary
             stages[stage] = next(index for index, kind in enumerate(kinds) if kind is node)
     batch = inputs.global_batch / plan.batch_parts
     costs = [summary.on(kind).piece_costs(plan.memory.recompute, batch) for kind in kinds]
+    if busy_s:
+        costs = _scaled(costs, busy_s, plan, stages, summary)
     cuts = balanced_by_speed(costs, [piece.cuttable for piece in summary.pieces], stages)
     if cuts is None:
         return plan
     names = tuple(summary.pieces[piece].name for piece in cuts)
     return plan.model_copy(update={"pipeline": plan.pipeline.model_copy(update={"cuts": names})})
+
+
+def _scaled(
+    costs: list[list[float]], busy_s: Sequence[float], plan: Plan, stages: Sequence[int], summary: ModelSummary
+) -> list[list[float]]:
+    """The costs of pieces by kind of device, in proportion to the seconds that the ranks of the kind are busy."""
+    index = {piece.name: number for number, piece in enumerate(summary.pieces)}
+    edges = [0, *(index[name] + 1 for name in plan.pipeline.cuts), len(index)]
+    added, busy = [0.0] * len(costs), [0.0] * len(costs)
+    for kind, (begin, end) in zip(stages, pairwise(edges), strict=True):
+        added[kind] += sum(costs[kind][begin:end])
+    for rank, seconds in enumerate(busy_s):
+        first, *_ = stages_of_rank(plan.pipeline.schedule, plan.axes.pipeline, plan.stages_per_rank, rank)
+        busy[stages[first]] += seconds
+    return [
+        [cost * of_kind / total for cost in pieces] if total else pieces
+        for pieces, of_kind, total in zip(costs, busy, added, strict=True)
+    ]
 
 
 def slowdown(summary: ModelSummary, inputs: PlanningInputs) -> float:

@@ -48,7 +48,7 @@ def memory_values(profile: ModelProfile, plan: Plan, prediction: Prediction, inp
     optimizer = inputs.optimizer.fused() if plan.compute.fused_optimizer else inputs.optimizer
     divided = rank_memory_profile(profile, plan)
     executed = compiled_profile(chunked_profile(divided, plan.compute.loss_chunks), plan, batch)
-    _, speeds = rank_device(slowest_node(inputs.cluster.nodes, plan), plan, OUR_RUNTIME)
+    speeds = rank_device(slowest_node(inputs.cluster.nodes, plan), plan, OUR_RUNTIME).speeds
 
     def seconds(operator: Operator, backward: bool) -> float:
         return operator_s(operator, batch, speeds, backward, profile.precision == "tf32")
