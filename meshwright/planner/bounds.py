@@ -28,14 +28,14 @@ floors exclude candidates.
 
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from meshwright.blocks.module_names import is_inside
 from meshwright.cluster.cluster import Collective
 from meshwright.planner.branch_placement import branch_ranks, rank_pieces, rank_seconds, shared_groups
 from meshwright.planner.candidates import AxisSizes, Candidate
 from meshwright.planner.inputs import PlanningInputs
-from meshwright.planner.model_summary import ModelSummary, PieceSummary
+from meshwright.planner.model_summary import ModelSummary, PieceSummary, WeightBytes, weight_bytes
 from meshwright.planner.pipeline_bounds import PieceSums, PrefixSums, StageSeconds, in_flight, span_lower_bound
 from meshwright.planner.unequal.division import slowdown
 from meshwright.simulator.communication.collectives import collective_s, overlap
@@ -48,15 +48,6 @@ from meshwright.simulator.experts import expert_group, gathered_share, routed_by
 _OVERLAPPED = 0.8
 
 _Stages = list[tuple[int, int]]  # [begin, end): the pieces of each stage
-
-
-class _WeightBytes(NamedTuple):
-    """The bytes of a rank's weights, of those of them that are trained, and of those that belong to experts which the
-    plan divides and shards."""
-
-    all: float
-    trained: float
-    experts: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -89,7 +80,7 @@ class BoundCalculator:
     _collective_seconds: dict[tuple[Collective, float, RankGroup], float] = field(default_factory=dict)
     _groups: dict[tuple[AxisSizes, tuple[str, ...]], RankGroup] = field(default_factory=dict)
     _pass_seconds: dict[Candidate, _PassSeconds] = field(default_factory=dict)
-    _largest_weights: dict[tuple[Any, ...], _WeightBytes] = field(default_factory=dict)
+    _largest_weights: dict[tuple[Any, ...], WeightBytes] = field(default_factory=dict)
     _piece_sums: dict[tuple[int, str], PieceSums] = field(default_factory=dict)
     _gathered: dict[tuple[int, float], float] = field(default_factory=dict)
     _states: dict[tuple[Any, ...], float] = field(default_factory=dict)
@@ -131,14 +122,14 @@ class BoundCalculator:
         rank with most. They depend only on the axis sizes."""
         if sizes.placed_branches:
             return max(
-                self._states_bytes(sizes, _weight_bytes(pieces), pieces) for pieces in self._rank_pieces(sizes, "none")
+                self._states_bytes(sizes, weight_bytes(pieces), pieces) for pieces in self._rank_pieces(sizes, "none")
             )
         sizes = sizes.without_context
         total = self._rank_weights(sizes, [(0, len(self.summary.pieces))])
-        return self._states_bytes(sizes, _WeightBytes(*(size / sizes.pipeline for size in total)))
+        return self._states_bytes(sizes, WeightBytes(*(size / sizes.pipeline for size in total)))
 
     def _states_bytes(
-        self, sizes: AxisSizes, weights: _WeightBytes, pieces: tuple[PieceSummary, ...] | None = None
+        self, sizes: AxisSizes, weights: WeightBytes, pieces: tuple[PieceSummary, ...] | None = None
     ) -> float:
         """Bytes of weights, gradients and optimizer state of a rank with these weights. Their peak is in the backward
         pass, with gathered weights and unsharded gradients, or in the optimizer's step, with its temporaries."""
@@ -194,7 +185,7 @@ class BoundCalculator:
             self._piece_sums[tensor, recompute] = sums
         return sums
 
-    def _rank_weights(self, sizes: AxisSizes, stages: _Stages) -> _WeightBytes:
+    def _rank_weights(self, sizes: AxisSizes, stages: _Stages) -> WeightBytes:
         """The bytes of weights of a rank that has these pipeline stages, before sharding. If wide layers are split, the
         trained ones are a lower bound: the wide layers count as trained."""
         sums = self._sums(sizes.tensor, "none")
@@ -203,15 +194,15 @@ class BoundCalculator:
         if sizes.expert > 1:
             experts = sum(sums.experts.of(*stage) for stage in stages)
             if sizes.shard > 1:  # a rank has as many shards of experts as without an expert axis (experts.py)
-                return _WeightBytes(weights, trained, experts)
+                return WeightBytes(weights, trained, experts)
             on_others = (1 - 1 / sizes.expert) * experts
-            return _WeightBytes(weights - on_others, max(0.0, trained - on_others))
+            return WeightBytes(weights - on_others, max(0.0, trained - on_others))
         if not sizes.splits_wide_layers or self.summary.wide_layers is None:
-            return _WeightBytes(weights, trained)
+            return WeightBytes(weights, trained)
         elsewhere = weights * self.summary.wide_layers.weight_share * (1 - 1 / sizes.replicate)
-        return _WeightBytes(weights - elsewhere, max(0.0, trained - elsewhere))
+        return WeightBytes(weights - elsewhere, max(0.0, trained - elsewhere))
 
-    def _largest_rank_weights(self, candidate: Candidate, stages: _Stages) -> _WeightBytes:
+    def _largest_rank_weights(self, candidate: Candidate, stages: _Stages) -> WeightBytes:
         """The bytes of weights of the pipeline rank that has most, before sharding."""
         sizes = candidate.sizes
         replicate = sizes.splits_wide_layers and sizes.replicate
@@ -235,7 +226,7 @@ class BoundCalculator:
         sizes, ranks = candidate.sizes, candidate.sizes.pipeline
         if sizes.placed_branches:
             return max(
-                self._states_bytes(sizes, _weight_bytes(pieces), pieces)
+                self._states_bytes(sizes, weight_bytes(pieces), pieces)
                 + candidate.microbatch_samples * sum(piece.saved_bytes for piece in pieces)
                 for pieces in self._rank_pieces(sizes, candidate.recompute)
             )
@@ -261,7 +252,7 @@ class BoundCalculator:
         seconds = rank_seconds(summary, ranks, sizes.tensor, sizes.splits_shared_layers, candidate.recompute, batch)
         forward, backward = max(seconds, key=sum)
         span = candidate.microbatches * (forward + backward)
-        weights = max(map(_weight_bytes, self._rank_pieces(sizes, candidate.recompute)))
+        weights = max(map(weight_bytes, self._rank_pieces(sizes, candidate.recompute)))
         guess = span + self._optimizer_s(sizes, weights.trained)
         if sizes.splits_shared_layers:
             groups = len(shared_groups(summary, ranks))
@@ -356,7 +347,7 @@ class BoundCalculator:
         moved_bytes = trained_bytes / sizes.shard * (3 + 2 * self.inputs.optimizer.state_ratio)
         return moved_bytes / max(self.summary.device.bandwidth_bytes_per_s, 1.0)
 
-    def _gradients_s(self, candidate: Candidate, weights: _WeightBytes, passes: _PassSeconds) -> float:
+    def _gradients_s(self, candidate: Candidate, weights: WeightBytes, passes: _PassSeconds) -> float:
         """The seconds of averaging gradients and gathering sharded weights that do not overlap with a rank's passes."""
         sizes, kind = candidate.sizes, self.inputs.cluster.kind
         forward, backward = passes.forward_s, passes.backward_s
@@ -393,9 +384,3 @@ class BoundCalculator:
         if key not in self._collective_seconds:
             self._collective_seconds[key] = collective_s(kind, size, self._groups[group_key], self.inputs.cluster)
         return self._collective_seconds[key]
-
-
-def _weight_bytes(pieces: tuple[PieceSummary, ...]) -> _WeightBytes:
-    return _WeightBytes(
-        float(sum(piece.weight_bytes for piece in pieces)), float(sum(piece.trained_bytes for piece in pieces))
-    )

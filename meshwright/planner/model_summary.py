@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from meshwright.blocks.module_names import is_inside
 from meshwright.cluster.cluster import Device, Node
@@ -49,6 +49,22 @@ class PieceSummary:
     cuttable: bool
     recomputable: bool
     expert_bytes: int = 0
+
+
+class WeightBytes(NamedTuple):
+    """The bytes of a rank's weights, of those of them that are trained, and of those that belong to experts which the
+    plan divides and shards."""
+
+    all: float
+    trained: float
+    experts: float = 0.0
+
+
+def weight_bytes(pieces: tuple[PieceSummary, ...]) -> WeightBytes:
+    """The bytes of a rank that holds these pieces."""
+    return WeightBytes(
+        float(sum(piece.weight_bytes for piece in pieces)), float(sum(piece.trained_bytes for piece in pieces))
+    )
 
 
 @dataclass(frozen=True)

@@ -30,11 +30,9 @@ from itertools import islice
 from time import perf_counter
 from typing import Any
 
-from meshwright.cluster.cluster import Device
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.planner.bounds import BoundCalculator, Bounds
-from meshwright.planner.branch_placement import find_branch_groups
 from meshwright.planner.candidates import RECOMPUTES, Candidate, candidate_series, plan_of, possible_axis_sizes
 from meshwright.planner.compute_variants import best_variant, traits_of, with_exchanges
 from meshwright.planner.constraints.apply import applied, bounds_hold
@@ -45,6 +43,7 @@ from meshwright.planner.model_summary import ModelSummary
 from meshwright.planner.preference import preferred
 from meshwright.planner.profiles import Profiles
 from meshwright.planner.search_result import BoundedPlan, ExcludedPlan, PricedPlan, SearchResult, evenly
+from meshwright.planner.summarize import summarize_model
 from meshwright.planner.unequal.division import divided, divided_again
 from meshwright.simulator.predict import Prediction, predict_plan
 
@@ -280,29 +279,6 @@ def _price_placements(state: _PlanSearch, candidates: Iterable[Candidate]) -> No
             families.setdefault(candidate.sizes.family, candidate)
     for candidate in islice(families.values(), _MOST_PLACED_FAMILIES):
         state.price(candidate)
-
-
-def summarize_model(inputs: PlanningInputs, profiles: Profiles, precision: str) -> ModelSummary:
-    """Returns the summary of the model in this precision, on the fastest device, so that bounds are lower bounds."""
-    device, cores = inputs.fastest_device(precision), inputs.cluster.cores if inputs.cluster.kind == "cpu" else 1
-    fixed_cuts = inputs.constraints.fixed.get("pipeline.cuts") or None
-    key = (precision, id(device), cores, fixed_cuts)  # the summary holds the device, so that no other gets its id
-    summary = profiles.once(key, lambda: _summary(profiles, precision, device, cores, fixed_cuts))
-    return summary.for_another_search()
-
-
-def _summary(
-    profiles: Profiles, precision: str, device: Device, cores: int, fixed_cuts: tuple[str, ...] | None
-) -> ModelSummary:
-    profile = profiles.get(precision, "none")
-    summary = ModelSummary(profile, device, cores, fixed_cuts=fixed_cuts)
-    if summary.has_convolutions and precision != "fp32":  # for fp32, compute_variants.py predicts both layouts
-        summary.memory_layout = "channels_last"
-    structure = summary.structure
-    if structure is not None and structure.branches:
-        calls = profiles.module_calls(evaluating=structure.found_in_evaluation)
-        summary.branch_groups = find_branch_groups(structure, profile.parameters, calls)
-    return summary
 
 
 _Bounded = list[tuple[Candidate, Bounds]]

@@ -18,8 +18,8 @@ from meshwright.planner.explanation.explain import explain
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.model_summary import BranchGroup
 from meshwright.planner.profiles import Profiles
-from meshwright.planner.search import summarize_model
 from meshwright.planner.search_result import PricedPlan, SearchResult
+from meshwright.planner.summarize import summarize_model
 from meshwright.proof.prove import prove_in_running_ranks
 from meshwright.proof.request import ProofRequest, UserModel
 from meshwright.workloads.in_batch import InBatchSoftmax

@@ -18,8 +18,9 @@ from meshwright.planner.explanation.explain import explain, step_shares
 from meshwright.planner.inputs import TOP, PlanningInputs
 from meshwright.planner.model_summary import ModelSummary
 from meshwright.planner.profiles import Profiles
-from meshwright.planner.search import search, summarize_model
+from meshwright.planner.search import search
 from meshwright.planner.search_result import MOST_NOT_SIMULATED, PricedPlan, SearchResult, evenly
+from meshwright.planner.summarize import summarize_model
 from meshwright.profile.structure.splits import ParameterSplit, SplitGroup
 from meshwright.simulator.predict import predict_plan
 from meshwright.simulator.traffic import exchanges

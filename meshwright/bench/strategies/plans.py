@@ -18,7 +18,7 @@ from meshwright.planner.inputs import PlanningInputs, with_measured_operators
 from meshwright.planner.model_summary import ModelSummary
 from meshwright.planner.offload import search_with_offload
 from meshwright.planner.profiles import Profiles
-from meshwright.planner.search import summarize_model
+from meshwright.planner.summarize import summarize_model
 from meshwright.simulator.predict import Prediction, predict_plan
 from meshwright.train.job_parts import JobParts
 

@@ -20,8 +20,8 @@ from meshwright.planner.explanation.unequal import shares_sentence
 from meshwright.planner.explanation.units import gib, plain_number, seconds
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
-from meshwright.planner.search import summarize_model
 from meshwright.planner.search_result import PricedPlan, SearchResult
+from meshwright.planner.summarize import summarize_model
 from meshwright.planner.unequal.division import with_cuts_by_speed
 from meshwright.simulator.predict import GroupPrediction, Prediction, predict_plan
 

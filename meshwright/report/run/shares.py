@@ -43,7 +43,7 @@ def _chart(run: RunRecord, changes: list[ShareDecision]) -> Chart:
 
 
 def _table(changes: list[ShareDecision]) -> Table:
-    rows = [
+    rows: list[list[str | float]] = [
         [change.step, (change.first or 0) + 1, describe_shares(change.samples), describe_speeds(change.speeds)]
         for change in changes[-_MOST_ROWS:]
     ]

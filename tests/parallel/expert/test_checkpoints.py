@@ -1,11 +1,12 @@
 """Checkpoints of divided experts hold whole weights and optimizer state, and load under other plans."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.parallel.weights.layout import local_tensor
@@ -40,7 +41,8 @@ def two_experts() -> Decoder:
 
 def session_under(axes: dict[str, int], kind: str) -> Session:
     torch.manual_seed(5)
-    model = {"stacked": mixture, "two experts": two_experts, "list": ListedMixture}[kind]()
+    makers: dict[str, Callable[[], nn.Module]] = {"stacked": mixture, "two experts": two_experts, "list": ListedMixture}
+    model = makers[kind]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)  # the default on GPUs
     loss = None if kind == "list" else NextTokenLoss()
     return mw.parallelize(

@@ -32,7 +32,8 @@ from meshwright.planner.explanation.report import predict_given_plan
 from meshwright.planner.inputs import NoPlanFits, PlanningInputs
 from meshwright.planner.model_summary import ModelSummary
 from meshwright.planner.profiles import Profiles
-from meshwright.planner.search import search, summarize_model
+from meshwright.planner.search import search
+from meshwright.planner.summarize import summarize_model
 from meshwright.simulator.predict import Prediction, predict_plan
 from meshwright.workloads.text.decoder import Decoder, NextTokenLoss
 from tests.planner.cases import ADAMW

@@ -16,8 +16,9 @@ from meshwright.planner.constraints.apply import constrained
 from meshwright.planner.explanation.explain import explain
 from meshwright.planner.explanation.report import predict_given_plan, report_search
 from meshwright.planner.inputs import PlanningInputs
-from meshwright.planner.search import search, summarize_model
+from meshwright.planner.search import search
 from meshwright.planner.search_result import SearchResult
+from meshwright.planner.summarize import summarize_model
 from meshwright.planner.unequal.division import with_best_shares, with_cuts_by_speed
 from meshwright.report.plans.step import timeline_chart, timeline_values
 from meshwright.simulator.predict import predict_plan
