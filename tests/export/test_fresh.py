@@ -93,6 +93,7 @@ def test_programs_with_integer_weights_need_torch_alone(results: dict[str, Any])
     assert {"decoder-int8.pt2", "decoder-int16.pt2", "decoder.pt2"} <= results["read without torchao"]
 
 
+@pytest.mark.soak
 def test_integers_stay_integers_in_the_file(run: Path) -> None:
     for to, dtype in (("int8", torch.int8), ("int16", torch.int16)):
         program = torch.export.load(export(run, to, limit=0).file)

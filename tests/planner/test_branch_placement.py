@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshwright.cluster.detect import find_cluster
 from meshwright.parallel.check import plan_checker
 from meshwright.plan import Plan
 from meshwright.planner import search
@@ -25,7 +26,7 @@ from meshwright.proof.request import ProofRequest, UserModel
 from meshwright.workloads.in_batch import InBatchSoftmax
 from meshwright.workloads.multitask import Multitask, MultitaskLoss
 from meshwright.workloads.towers import TwoTowers
-from tests.planner.cases import search_plans
+from tests.planner.cases import ADAMW, search_plans
 from tests.ranks import RankPool
 from tests.soaked import all_but
 from tests.train.one_process import world
@@ -165,7 +166,7 @@ def test_the_longest_branch_is_placed_first() -> None:
 
 
 def test_shared_layers_are_named_once_for_all_blocks() -> None:
-    inputs, _ = search_for("heads", 32)
+    inputs = PlanningInputs(find_cluster(NODES), 32, ADAMW)
     summary = summarize_model(inputs, tasks(), "bf16")
     heads = [f"heads.task{number}" for number in range(8)]
     whole = shared_layer_splits(summary, heads, 2, split=False)

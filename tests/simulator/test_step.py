@@ -104,6 +104,7 @@ def test_gradients_of_all_microbatches_but_the_first_are_added(
     )
 
 
+@pytest.mark.soak
 def test_gradients_of_a_table_that_two_stages_use_are_summed_once_a_step() -> None:
     def spent(many: int, tied: bool) -> float:
         plan = Plan.model_validate({"numerics": {"precision": "bf16"}, **pipeline(many)})
@@ -129,6 +130,7 @@ def test_stages_that_wait_for_their_sends_lose_more_time() -> None:
     assert spent(waits=True) == pytest.approx(4 / 3 * spent(waits=False), rel=0.1)
 
 
+@pytest.mark.soak
 def test_a_backward_pass_that_recomputes_blocks_is_not_split_to_fill_the_bubble() -> None:
     def bubble_s(schedule: str, recompute: str) -> float:
         groups = pipeline(16)

@@ -67,6 +67,7 @@ def test_a_port_that_is_taken_is_refused(server: RunServer, tmp_path: Path) -> N
         RunServer(tmp_path / "run", server.port)
 
 
+@pytest.mark.soak
 def test_a_page_follows_the_run(server: RunServer, tmp_path: Path, open_page: Callable[..., Any]) -> None:
     opened = open_page(server.url)
     assert "step 60" in opened.page.locator("#now-latest").inner_text()
