@@ -15,6 +15,7 @@ from meshwright.profile.experts import balances_experts
 from meshwright.profile.structure.model_structure import ModelStructure
 from meshwright.profile.tracing.real_steps import trace_or_measure_profile
 from meshwright.profile.tracing.step import LossFunction
+from meshwright.profile.tracing.trace import has_squares
 from meshwright.profile.values import ModelProfile
 from meshwright.progress import phase
 
@@ -82,6 +83,12 @@ class Profiles:
                     recompute=recompute,
                     with_structure=True,
                     model_structure=self.structure,
+                    is_linear=self._is_linear(precision),
                 )
             self.trace_s = perf_counter() - begin
         return self._profiles[key]
+
+    def _is_linear(self, precision: str) -> bool:
+        """Whether the profile without recomputation has been traced at three batch sizes, and has no squares."""
+        plain = self._profiles.get((precision, "none"))
+        return plain is not None and len(plain.traced_batches) > 2 and not has_squares(plain)

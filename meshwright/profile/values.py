@@ -36,6 +36,22 @@ class BatchPolynomial:
         return BatchPolynomial(self.constant * factor, self.linear * factor, self.square * factor)
 
 
+def fit_batch_polynomial(values: list[int], sizes: tuple[int, ...]) -> BatchPolynomial:
+    """Returns the line through the first two points if there is no third one or it lies on the line, else the parabola
+    through all three points. `values` are the values at the batch sizes `sizes`."""
+    (a, b), (x, y) = values[:2], sizes[:2]
+    slope = (b - a) / (y - x)
+    line = BatchPolynomial(a - slope * x, slope)
+    if len(values) == 2:
+        return line
+    c, z = values[2], sizes[2]
+    square = ((c - b) / (z - y) - slope) / (z - x)
+    if abs(square) * z * z <= 1e-9 * max(abs(a), abs(b), abs(c), 1):
+        return line
+    linear = slope - square * (x + y)
+    return BatchPolynomial(a - (linear + square * x) * x, linear, square)
+
+
 @dataclass(frozen=True)
 class SplitMark:
     """Says how an operator or a tensor is affected when the group of modules named `group` is split along the tensor

@@ -1,6 +1,7 @@
 """`ModelStructure`: the structure and the dataflow of one model, computed once. The profiles of the planner, the check
 of plans and the check of a job share it."""
 
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from torch import nn
@@ -10,6 +11,7 @@ from meshwright.errors import InputError
 from meshwright.profile.equal_blocks import find_equal_blocks
 from meshwright.profile.structure.dataflow import Dataflow, record_dataflow
 from meshwright.profile.structure.head import find_head
+from meshwright.profile.structure.split_marks import SplitMarks
 from meshwright.profile.structure.structure import Structure, find_structure
 
 _SAMPLES = 2
@@ -27,6 +29,7 @@ class ModelStructure:
         self._dataflows: dict[bool, Dataflow] = {}
         self._takes_derivatives: bool | None = None
         self._head: tuple[str | None] | None = None
+        self._split_marks: dict[Hashable, SplitMarks] = {}
 
     def find(self, merge_equal_blocks: bool = True) -> Structure:
         """Returns the structure of the model. If `merge_equal_blocks` is False, every block is traced."""
@@ -35,6 +38,12 @@ class ModelStructure:
                 self.model, self.sample, target=self.target, merge_equal_blocks=merge_equal_blocks
             )
         return self._structures[merge_equal_blocks]
+
+    def split_marks(self, step: Hashable, find: Callable[[], SplitMarks]) -> SplitMarks:
+        """Returns the marks of a step of the model. `find` computes them, once for equal steps."""
+        if step not in self._split_marks:
+            self._split_marks[step] = find()
+        return self._split_marks[step]
 
     def forward_pass(self) -> Dataflow:
         """Returns the dataflow of a forward pass in the mode in which the structure was found."""

@@ -53,6 +53,7 @@ def trace_or_measure_profile(
     recompute: Recompute = "none",
     with_structure: bool = False,
     model_structure: ModelStructure | None = None,
+    is_linear: bool = False,
 ) -> tuple[ModelProfile, str]:
     """Returns the profile of a model, and a phrase for the user that says how the profile was obtained. It is traced if
     that is possible, else measured; a measured profile has no structure. The arguments are those of `trace_profile`."""
@@ -67,6 +68,7 @@ def trace_or_measure_profile(
             recompute=recompute,
             with_structure=with_structure,
             model_structure=model_structure,
+            is_linear=is_linear,
         )
     except InputError as error:
         if not has_values(model, sample):

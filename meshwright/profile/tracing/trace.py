@@ -10,6 +10,7 @@ batch size, where the bytes of every operator must lie on their parabola (`_chec
 import traceback
 from collections.abc import Set
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -53,6 +54,7 @@ from meshwright.profile.values import (
     Phase,
     TensorUse,
     TraceSegment,
+    fit_batch_polynomial,
 )
 from meshwright.user_code import first_line
 
@@ -94,46 +96,48 @@ def trace_profile(
     with_structure: bool = False,
     merge_equal_blocks: bool = True,
     model_structure: ModelStructure | None = None,
+    is_linear: bool = False,
 ) -> ModelProfile:
     """Returns the profile of a model on batches like `sample`, which may have any number of samples.
 
     If `with_structure` is True, the profile includes the `Structure` of the model, which says how it can be split and
     cut; it is taken from `model_structure` if that is given. If `merge_equal_blocks` is False, every block is traced.
-    `target` is the key of the targets in the batch. The model may be on the meta device; it is not changed.
+    `target` is the key of the targets in the batch. `is_linear`: a profile with less recomputation, which has the same
+    operators, has shown that all quantities are linear; two batch sizes are then enough. The model may be on the meta
+    device; it is not changed.
     """
+    sizes = BATCHES[:2] if is_linear else BATCHES
     step = _FakeStep(model, sample, loss, precision, target, recompute, GpuRules if on_gpu else FakeRules)
     equal_blocks = find_equal_blocks(model) if merge_equal_blocks else ()
     try:
-        traces, ranges = _trace_all_batches(step, equal_blocks)
+        traces, ranges = _trace_all_batches(step, sizes, equal_blocks)
     except (InputError, LookupError):
         # A model that indexes its blocks by number fails without the skipped ones, and blocks that are never called,
         # or frozen, do not appear in both passes. Such a model is traced with all its blocks.
         if not equal_blocks:
             raise
         merge_equal_blocks, equal_blocks = False, ()
-        traces, ranges = _trace_all_batches(step, equal_blocks)
+        traces, ranges = _trace_all_batches(step, sizes, equal_blocks)
     marks, structure = SplitMarks({}, {}, {}, {}), None
     if with_structure:
-        with step.rules(), one_sequence_per_row(sample):
-            marks = find_split_marks(model, sample, step.loss_of, BATCHES[0], equal_blocks)
-    segments = _combine(traces, BATCHES, ranges, marks)
-    if with_structure:
-        structure = (model_structure or ModelStructure(model, sample, target_key(target, loss is not None))).find(
-            merge_equal_blocks
-        )
+        known = model_structure or ModelStructure(model, sample, target_key(target, loss is not None))
+        # Recomputation repeats operators, and changes none of the first forward pass.
+        marks = known.split_marks((precision, on_gpu, id(loss), equal_blocks), partial(step.split_marks, equal_blocks))
+        structure = known.find(merge_equal_blocks)
+    segments = _combine(traces, sizes, ranges, marks)
     profile = ModelProfile(
         precision=precision,
         parameters=model_parameters(model),
         buffer_bytes=sum(b.numel() * b.element_size() for b in model.buffers()),
         input_bytes=_input_bytes(sample),
         segments=segments,
-        traced_batches=BATCHES,
+        traced_batches=sizes,
         recompute=recompute,
         blocks=find_blocks(model),
         structure=structure,
         experts=routed_experts(model),
     )
-    if _has_squares(profile):
+    if has_squares(profile):
         _check_fourth_batch(profile, step.trace(CHECK_BATCH, equal_blocks), ranges)
     return profile
 
@@ -154,6 +158,10 @@ class _FakeStep:
     def loss_of(self, module: nn.Module, batch: Any) -> Tensor:
         return compute_loss(module, batch, self.loss, self.precision, self.target)
 
+    def split_marks(self, equal_blocks: tuple[EqualBlocks, ...]) -> SplitMarks:
+        with self.rules(), one_sequence_per_row(self.sample):
+            return find_split_marks(self.model, self.sample, self.loss_of, BATCHES[0], equal_blocks)
+
     def trace(self, size: int, equal_blocks: tuple[EqualBlocks, ...]) -> StepTrace:
         """Records one step of a fake copy of the model without the skipped blocks, with `size` samples."""
         with one_sequence_per_row(self.sample):
@@ -166,10 +174,7 @@ class _FakeStep:
         remove_skipped_blocks(fake, equal_blocks)
         batch = fake_batch(self.sample, size, mode)
         blocks = {name for row in equal_blocks for name in (row.first, row.middle, row.last)}
-
-        def run(module: nn.Module) -> Tensor:
-            return self.loss_of(module, batch)
-
+        run = partial(self.loss_of, batch=batch)
         try:
             with mode:
                 return record_step(fake, run, batch, names, blocks, self.recompute, self.rules)
@@ -181,10 +186,10 @@ class _FakeStep:
 
 
 def _trace_all_batches(
-    step: _FakeStep, equal_blocks: tuple[EqualBlocks, ...]
+    step: _FakeStep, sizes: tuple[int, ...], equal_blocks: tuple[EqualBlocks, ...]
 ) -> tuple[list[StepTrace], list[_SegmentRange]]:
-    """Returns the traces of the step at all `BATCHES`, and the ranges of operators that become segments."""
-    traces = [step.trace(size, equal_blocks) for size in BATCHES]
+    """Returns the traces of the step at all sizes, and the ranges of operators that become segments."""
+    traces = [step.trace(size, equal_blocks) for size in sizes]
     return traces, _segment_ranges(traces[0], equal_blocks)
 
 
@@ -342,19 +347,8 @@ def memory_role(trace: StepTrace, allocation: int) -> MemoryRole:
     return "saved" if allocation in trace.saved else "temporary"
 
 
-def fit_batch_polynomial(values: list[int], sizes: tuple[int, ...]) -> BatchPolynomial:
-    """Returns the line through the first two points if the third point lies on it, else the parabola through all three
-    points. `values` are the values at the batch sizes `sizes`."""
-    (a, b, c), (x, y, z) = values[:3], sizes[:3]
-    slope, next_slope = (b - a) / (y - x), (c - b) / (z - y)
-    square = (next_slope - slope) / (z - x)
-    if abs(square) * z * z <= 1e-9 * max(abs(a), abs(b), abs(c), 1):
-        return BatchPolynomial(a - slope * x, slope)
-    linear = slope - square * (x + y)
-    return BatchPolynomial(a - (linear + square * x) * x, linear, square)
-
-
-def _has_squares(profile: ModelProfile) -> bool:
+def has_squares(profile: ModelProfile) -> bool:
+    """Whether the work of an operator grows with the square of the batch."""
     return any(o.flops.square or o.bytes.square for segment in profile.segments for o in segment.operators)
 
 

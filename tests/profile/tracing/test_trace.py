@@ -154,6 +154,15 @@ def test_equal_blocks_traced_once_cost_as_much_as_all_traced(precision: str) -> 
         assert memory[0].peak_at == memory[1].peak_at
 
 
+def test_of_a_linear_model_two_batch_sizes_show_what_recomputation_changes() -> None:
+    model, batch = tiny_decoder(), meta_tokens(16)
+    profiles = [
+        trace_profile(model, batch, scores_loss, recompute="full", is_linear=is_linear) for is_linear in (False, True)
+    ]
+    assert [profile.traced_batches for profile in profiles] == [(2, 3, 5), (2, 3)]
+    assert profiles[0].segments == profiles[1].segments
+
+
 def test_a_model_that_counts_its_blocks_itself_is_traced_block_by_block() -> None:
     class CountsBlocks(nn.Module):
         def __init__(self) -> None:
