@@ -13,6 +13,7 @@ from meshwright.profile.tracing.trace import trace_profile
 from meshwright.profile.values import ModelProfile
 from meshwright.simulator.experts import expert_names
 from meshwright.simulator.predict import predict_plan
+from meshwright.simulator.tensor.split_profile import split_profile
 from meshwright.simulator.traffic import exchanges
 from meshwright.workloads.text.decoder import Decoder, NextTokenLoss
 
@@ -69,3 +70,15 @@ def test_experts_that_the_ranks_do_not_divide_are_refused() -> None:
     plan = Plan.model_validate({"axes": {"replicate": 3, "expert": 3}})
     with pytest.raises(InputError, match="does not divide the model's 8 experts"):
         predict_plan(find_cluster("8xH100"), profile(), plan, 12, adamw())
+
+
+def test_tensor_ranks_compute_all_rows_of_experts_also_if_they_divide_the_sequence() -> None:
+    plan = Plan.model_validate({"axes": {"tensor": 2}, "modules": {"sequence": True}})
+    layer = profile().experts[0].module
+    halved = False
+    for whole, split in zip(profile().segments, split_profile(profile(), plan).segments, strict=True):
+        for before, after in zip((*whole.operators, *whole.changes), (*split.operators, *split.changes), strict=True):
+            if before.layer == layer:
+                assert after.bytes == before.bytes
+            halved |= after.bytes == before.bytes.scaled(0.5)
+    assert halved

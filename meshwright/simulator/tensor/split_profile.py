@@ -4,6 +4,7 @@ Over a tensor axis of t ranks, each rank has of a group of modules that are spli
 
     parameters, gradients   1/t         work   1/t         values inside the group   1/t         its input   whole
     with `sequence`, everything between the groups   1/t; with `loss`, the scores up to the loss   1/t
+    experts that no group splits: every rank gathers the tokens of all, and computes the same rows   whole
 
 Over a replicate axis of r ranks, each rank computes with the samples of all of them:
 
@@ -14,8 +15,10 @@ The groups are those of the model's structure, and the standalone layers that th
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 
+from meshwright.blocks.module_names import enclosing_modules
 from meshwright.dtypes import ITEM_BYTES
 from meshwright.errors import InputError
 from meshwright.plan import Plan
@@ -107,6 +110,12 @@ def _split_profile(profile: ModelProfile, plan: Plan) -> ModelProfile:
     assert profile.structure is not None
     groups = {group.name: group for group in profile.structure.splits if group.name in shares}
     share_of_module = {split.module: shares[name] for name, group in groups.items() for split in group.splits}
+    experts = {module for layer in profile.experts for module in layer.modules}
+
+    @cache
+    def sequence_of(layer: str) -> int:
+        """The number of ranks that divide the sequence where this layer computes."""
+        return 1 if experts and not experts.isdisjoint(enclosing_modules(layer)) else sequence
 
     def scale_operator(operator: Operator) -> Operator:
         share = share_of_module.get(operator.layer) if not operator.split else None
@@ -114,13 +123,13 @@ def _split_profile(profile: ModelProfile, plan: Plan) -> ModelProfile:
             return _scale_embedding(operator, share)
         if share and operator.kind == "elementwise" and _is_fixed(operator.bytes):
             return _scale(operator, share.parameters)  # adds up the gradients of a weight that is used twice
-        return _scale_marked(operator, shares, groups, sequence, plan.modules.loss)
+        return _scale_marked(operator, shares, groups, sequence_of(operator.layer), plan.modules.loss)
 
     segments = tuple(
         replace(
             segment,
             operators=tuple(map(scale_operator, segment.operators)),
-            changes=tuple(_scale_change(c, shares, sequence, plan.modules.loss) for c in segment.changes),
+            changes=tuple(_scale_change(c, shares, sequence_of(c.layer), plan.modules.loss) for c in segment.changes),
         )
         for segment in profile.segments
     )
