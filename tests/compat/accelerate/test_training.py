@@ -14,7 +14,9 @@ accelerate = pytest.importorskip("accelerate", reason="the package accelerate is
 from accelerate.utils import DataLoaderConfiguration  # noqa: E402
 
 from meshwright.compat.accelerate import Accelerator  # noqa: E402
+from meshwright.compat.accelerate.plan_argument import check_plan  # noqa: E402
 from meshwright.errors import InputError  # noqa: E402
+from meshwright.plan import Plan  # noqa: E402
 from tests.compat.accelerate.loops import accelerate_process, network, samples, train_alone, train_on  # noqa: E402
 from tests.soaked import all_but  # noqa: E402
 
@@ -196,6 +198,8 @@ def test_plans_that_loops_of_accelerate_cannot_run_are_refused() -> None:
         ):
             with pytest.raises(InputError, match=message):
                 Accelerator(plan=plan).prepare(network())
+    with pytest.raises(InputError, match=r"axes\.context is 2: choose a plan of replicas and shards"):
+        check_plan(Plan.model_validate({"axes": {"context": 2}}))
     disagreement = r"mixed_precision is bf16, but the plan says numerics\.precision: tf32"
     with accelerate_process(), pytest.raises(InputError, match=disagreement):
         Accelerator(mixed_precision="bf16", plan={"numerics": {"precision": "tf32"}}).prepare(network())

@@ -22,6 +22,7 @@ def losses(trainer: Any) -> list[float]:
     ("plan", "options", "words"),
     [
         ({"axes": {"pipeline": 2}}, {}, "a pipeline needs session.step"),
+        ({"axes": {"context": 2}}, {}, "axes.context is 2: choose a plan that divides no sequences"),
         ({"memory": {"accumulation": 2}}, {}, "give gradient_accumulation_steps"),
         ({"numerics": {"precision": "fp16"}}, {}, "choose bf16 or fp32"),
         ({"numerics": {"precision": "tf32"}}, {"bf16": True}, "leave bf16 out, as the plan decides it"),
