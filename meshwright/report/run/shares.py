@@ -1,6 +1,7 @@
 """The section of a run's page on adaptive shares: how many samples of a batch each rank got, and how fast it was."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from meshwright.plan_fields.shares import describe_shares
 from meshwright.report.charts import axis, colour, figure, line
@@ -43,7 +44,7 @@ def _chart(run: RunRecord, changes: list[ShareDecision]) -> Chart:
 
 
 def _table(changes: list[ShareDecision]) -> Table:
-    rows: list[list[str | float]] = [
+    rows: list[list[Any]] = [
         [change.step, (change.first or 0) + 1, describe_shares(change.samples), describe_speeds(change.speeds)]
         for change in changes[-_MOST_ROWS:]
     ]
