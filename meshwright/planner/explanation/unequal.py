@@ -31,7 +31,7 @@ def unequal(best: PricedPlan, summary: ModelSummary, inputs: PlanningInputs) -> 
         sentences.append(f"{_stages(best, summary)}{longer}.")
     elif plan.data_ranks > 1:
         sentences.append(_even(best, inputs))
-    if plan.axes.shard > 1:
+    if plan.axes.shard > 1 and len(_kinds(prediction)) > 1:
         sentences.append(
             f"Every rank of the shard axis holds an equal part of the state, so that the smallest device, the"
             f" {inputs.device.name}, decides how much of it fits."

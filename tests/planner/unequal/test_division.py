@@ -27,6 +27,7 @@ from tests.planner.cases import ADAMW, MOMENTUM, images, search_plans, small_dec
 
 A100_AND_V100 = "8xA100-40GB+8xV100"
 BATCH = 1024
+SIMPLE = {"axes.replicate": 4, "memory.accumulation": 1, "memory.recompute": "none", "compute.compile": "none"}
 
 
 @cache
@@ -55,8 +56,7 @@ def test_resnet_trains_at_the_sum_of_the_two_speeds() -> None:
 
 def test_the_report_says_who_gets_how_much_and_why() -> None:
     free = PlanningInputs(find_cluster("2xA100-40GB+2xV100"), 64, ADAMW)
-    fix = {"axes.replicate": 4, "memory.accumulation": 1, "memory.recompute": "none", "compute.compile": "none"}
-    inputs = constrained(free, make_constraints(fix))
+    inputs = constrained(free, make_constraints(SIMPLE))
     result = search(inputs, small_decoder())
     best, words = result.ranked[0], " ".join(explain(result, inputs))
     many, few = best.plan.shares.samples[0], best.plan.shares.samples[2]
@@ -160,13 +160,16 @@ def test_equal_machines_get_the_plans_of_equal_machines(name: str) -> None:
 
 def test_shares_can_be_fixed_and_avoided() -> None:
     inputs = PlanningInputs(find_cluster("2xA100-40GB+2xV100"), 64, ADAMW)
-    avoided = search(constrained(inputs, make_constraints(avoid=["shares"])), small_decoder(2, 256)).ranked
-    assert avoided
-    assert not any(priced.plan.shares.samples for priced in avoided)
-    fixed = search(constrained(inputs, make_constraints({"shares.samples": [20, 20, 20, 4]})), small_decoder(2, 256))
-    assert {priced.plan.shares.samples for priced in fixed.ranked} == {(20, 20, 20, 4)}
+
+    def plans(samples: list[int] | None = None, avoid: tuple[str, ...] = ()) -> set[tuple[int, ...]]:
+        fix = SIMPLE if samples is None else {**SIMPLE, "shares.samples": samples}
+        ranked = search(constrained(inputs, make_constraints(fix, avoid)), small_decoder(2, 256)).ranked
+        return {priced.plan.shares.samples for priced in ranked}
+
+    assert plans(avoid=("shares",)) == {()}
+    assert plans([20, 20, 20, 4]) == {(20, 20, 20, 4)}
     with pytest.raises(InputError, match=r"shares\.samples has 3 numbers"):
-        search(constrained(inputs, make_constraints({"shares.samples": [20, 20, 24]})), small_decoder(2, 256))
+        plans([20, 20, 24])
 
 
 def test_a_plan_with_shares_is_predicted_as_it_is() -> None:
