@@ -110,13 +110,14 @@ COVERING: tuple[tuple[str, str], ...] = (
     ("multitask", "R2T2 twice"),
     ("multitask", "S2T2 twice"),
     ("mixture", "R2E2 twice"),
+    ("mixture", "S2C2E2 ring"),
 )
 # The expert axis lies within replicate and shard: alone in either, and together with every other axis.
 WITH_EXPERTS = (
     *("S2E2 optimizer", "S2E2 full", "R2E2 selective", "R4E2", "R4E4", "S4E2 gradients", "S4E2 full", "R2S2E2 twice"),
     *("R2T2E2", "S2T2E2", "S2T2E2 sequence", "R2P2E2 twice", "S2P2E2", "R2P2E2 gpipe", "S2P2E2 interleaved_1f1b"),
     *("S4T2E2", "S4P2E2", "R2T2P2E2", "S2T2P2E2", "R2S2T2E2", "R2S2P2E2"),
-    *("R2C2E2 twice", "S2C2E2 full", "S2C2E2 ring", "R4C2E2", "R2S2C2E2", "S2C2T2E2", "R2C2P2E2 ring"),
+    *("R2C2E2 twice", "S2C2E2 full", "R4C2E2", "R2S2C2E2", "S2C2T2E2", "R2C2P2E2 ring"),
     *("R8E4", "S8E4 full", "R2S4E4 twice", "S8E2 gradients"),
 )
 # Context ranks compute their own tokens, in whatever form a model has its experts.

@@ -27,7 +27,6 @@ JOB = (
 )
 
 pytestmark = [
-    pytest.mark.soak,  # `make test` makes no environment with Ray
     pytest.mark.timeout(900),  # Ray starts several processes for each run
     pytest.mark.skipif(not IS_INSTALLED, reason="Ray is not installed: make ray"),
 ]
@@ -84,6 +83,7 @@ def test_a_job_ends_with_the_same_weights(
     assert list((tmp_path / "ray" / ".ray").iterdir()) == [], "nothing of Ray's files is left"
 
 
+@pytest.mark.soak
 def test_a_job_whose_worker_is_killed_ends_with_the_same_weights(
     tmp_path: Path, variables: Mapping[str, str], plain_state: PlainState
 ) -> None:
@@ -97,12 +97,14 @@ def test_a_job_whose_worker_is_killed_ends_with_the_same_weights(
     assert final_state(run) == plain_state()
 
 
+@pytest.mark.soak
 def test_wrong_input_of_the_workers_ends_with_exit_code_2(tmp_path: Path, variables: Mapping[str, str]) -> None:
     process = run_command(tmp_path, "ray", variables, "--on", "ray", "--set", "model.width=3")
     assert process.returncode == 2, process.stderr
     assert "width" in process.stderr.splitlines()[-1]
 
 
+@pytest.mark.soak
 def test_a_users_own_loop_may_call_parallelize(tmp_path: Path, variables: Mapping[str, str]) -> None:
     command = [str(RAY / "bin" / "python"), str(JOBS), str(tmp_path)]
     process = subprocess.run(command, env=dict(variables), capture_output=True, text=True, timeout=300)
