@@ -1,6 +1,7 @@
 """Predictions of plans that divide experts over ranks, in closed form."""
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -77,7 +78,11 @@ def test_tensor_ranks_compute_all_rows_of_experts_also_if_they_divide_the_sequen
     layer = profile().experts[0].module
     halved = False
     for whole, split in zip(profile().segments, split_profile(profile(), plan).segments, strict=True):
-        for before, after in zip((*whole.operators, *whole.changes), (*split.operators, *split.changes), strict=True):
+        parts: list[tuple[Any, Any]] = [
+            *zip(whole.operators, split.operators, strict=True),
+            *zip(whole.changes, split.changes, strict=True),
+        ]
+        for before, after in parts:
             if before.layer == layer:
                 assert after.bytes == before.bytes
             halved |= after.bytes == before.bytes.scaled(0.5)
