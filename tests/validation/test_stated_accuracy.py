@@ -81,6 +81,7 @@ def test_steps_on_b200_and_that_worse_predictions_would_fail() -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("name", "feature"),
     [

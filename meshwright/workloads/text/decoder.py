@@ -242,6 +242,10 @@ def _feed_forward(
 ) -> nn.Module:
     if experts is None:
         return FeedForward(hidden, inner_width, activation, bias)
+    if not isinstance(experts, dict):
+        raise InputError(
+            f"the decoder's experts are {experts!r}: write their number and top_k, {{number: 8, top_k: 2}}"
+        )
     for name in experts:
         if name not in _EXPERTS:
             raise InputError(f"the decoder's experts have no '{name}'{did_you_mean(str(name), _EXPERTS)}")
