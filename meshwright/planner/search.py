@@ -15,7 +15,8 @@ with the same axes.
     compute     of the best plans, and of the best plan of each family that is almost as fast, the variants of how a
                 rank runs its operators are simulated (compute_variants.py)
     end         when the guess of the next candidate is more than `_GUESS_TOLERANCE` times as slow as the slowest ranked
-                plan; or when `_MOST_PRICED` candidates were simulated and some fit; or when `_MOST_FITTING` fit
+                plan; or when `_MOST_PRICED` candidates were simulated and some fit; or when `_MOST_FITTING` fit. If
+                more plans than that are wanted (`top`), so many are simulated
 
     preference  the best plan is the fastest one, or a simpler one of which the predictions cannot tell whether it is
                 slower (preference.py). The fastest plan is therefore also simulated with as few microbatches and as
@@ -38,7 +39,7 @@ from meshwright.planner.compute_variants import best_variant, traits_of, with_ex
 from meshwright.planner.constraints.apply import applied, bounds_hold
 from meshwright.planner.constraints.contradictions import check_inputs, check_model
 from meshwright.planner.explanation.no_plan import describe_closest
-from meshwright.planner.inputs import NoPlanFits, PlanningInputs, accept_every_plan
+from meshwright.planner.inputs import TOP, NoPlanFits, PlanningInputs, accept_every_plan
 from meshwright.planner.model_summary import ModelSummary
 from meshwright.planner.preference import preferred
 from meshwright.planner.profiles import Profiles
@@ -233,15 +234,16 @@ def _search_precision(inputs: PlanningInputs, profiles: Profiles, precision: str
                 continue
         if not state.is_hopeless(candidate):
             state.price(candidate)
-        most_fitting = max(_MOST_FITTING, inputs.top)
-        if ranked and (len(state.priced) >= _MOST_PRICED or len(state.ranked()) >= most_fitting):
+        most_priced, most_fitting = max(_MOST_PRICED, inputs.top), max(_MOST_FITTING, inputs.top)
+        if ranked and (len(state.priced) >= most_priced or len(state.ranked()) >= most_fitting):
             break
     _price_placements(state, [candidate for candidate, _ in bounded if candidate.sizes.placed_branches])
     _price_simpler(state, {candidate for candidate, _ in bounded})
     family_bests = _family_bests(state, bounded)
     ranked = state.ranked()
     fast = [best for best in family_bests if ranked and _step_s(best) <= _VARIED_FAMILIES_WITHIN * _step_s(ranked[0])]
-    state.choose_compute({priced.candidate for priced in (*ranked[:_MOST_VARIED], *fast) if state.fits(priced)})
+    most_varied = _MOST_VARIED if inputs.top <= TOP else inputs.top
+    state.choose_compute({priced.candidate for priced in (*ranked[:most_varied], *fast) if state.fits(priced)})
     family_bests, ranked = _family_bests(state, bounded), state.ranked()
     others = evenly([item for item in (*bounded, *state.too_large) if item[0] not in state.priced])
     return SearchResult(
@@ -361,9 +363,10 @@ def _family_bests(state: _PlanSearch, bounded: _Bounded) -> tuple[PricedPlan, ..
         if family not in priced_families and not members[0].sizes.placed_branches
     ]
     missing.sort(key=lambda family: max(1, len(family)))  # the simplest first
+    least = min((candidate.recompute for candidate, _ in bounded), key=RECOMPUTES.index, default="none")
     for family in missing[:_MOST_EXPLAINED_FAMILIES]:
         # No further profile is traced only to explain why a plan was not chosen.
-        simple = (member for member in families[family] if member.recompute == "none")
+        simple = (member for member in families[family] if member.recompute == least)
         member = next((member for member in simple if not state.is_hopeless(member)), None)
         if member is not None:
             state.price(member)
