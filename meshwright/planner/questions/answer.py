@@ -14,7 +14,7 @@ from meshwright.planner.explanation.units import gib, plain_number, seconds
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.offload import search_with_offload
 from meshwright.planner.profiles import Profiles
-from meshwright.planner.questions.variations import changed
+from meshwright.planner.questions.variations import changed, is_improvement
 from meshwright.planner.search_result import PricedPlan
 from meshwright.simulator.predict import predict_plan
 
@@ -160,17 +160,19 @@ def plan_point(label: str, inputs: PlanningInputs, profiles: Profiles) -> Planne
 
 
 def plan_changed_point(point: PlannedPoint, change: str, profiles: Profiles) -> PlannedPoint:
-    """The same point on a cluster with the change, as `--what-if` writes it. The search prefers simple plans that are
-    slower within the error of predictions. If its plan takes longer than the plan of the point did without the change,
-    and that one does not, that one is the answer: better devices make no step longer."""
+    """The same point on a cluster with the change, as `--what-if` writes it. An improvement makes no step longer. The
+    search may say so, because it prefers simple plans that are slower within the error of predictions, and because
+    exchanges are predicted to hide behind computing, but not behind waiting for the host, so that less computing hides
+    less of them. The plan of the point is then the answer, at most with the step that it had without the change."""
     inputs = replace(point.inputs, cluster=changed(point.inputs.cluster, change))
     other = plan_point(point.label, inputs, profiles)
     if point.best is None or (other.best is not None and other.step_s <= point.step_s):
         return other
-    kept = priced_again(point.best, inputs, profiles)
-    if kept is None or kept.prediction.step_s > point.step_s:
+    if not is_improvement(point.inputs.cluster, change):
         return other
-    return replace(other, best=kept, problem="", tokens_per_sample=point.tokens_per_sample)
+    kept = priced_again(point.best, inputs, profiles)
+    best = kept if kept is not None and kept.prediction.step_s <= point.step_s else point.best
+    return replace(other, best=best, problem="", tokens_per_sample=point.tokens_per_sample)
 
 
 def priced_again(priced: PricedPlan, inputs: PlanningInputs, profiles: Profiles) -> PricedPlan | None:

@@ -18,13 +18,9 @@ from meshwright.simulator.predict import Prediction
 
 def explain_difference(first: Plan, second: Plan, inputs: PlanningInputs, profiles: Profiles) -> Answer:
     """Answers why one of the plans is faster. Raises an `InputError` if one cannot be predicted or executed."""
-    for name, plan in (("the first plan", first), ("the second plan", second)):
-        try:
-            inputs.check_plan(plan)
-        except InputError as error:
-            raise InputError(f"{name} cannot be run: {error}") from None
-    plans = [predict_given_plan(plan, inputs, profiles).ranked[0] for plan in (first, second)]
-    (first, one), (second, other) = plans
+    (first, one), (second, other) = (
+        _predicted(name, plan, inputs, profiles) for name, plan in (("first", first), ("second", second))
+    )
     steps, memory = _terms(one.breakdown, other.breakdown), _terms(one.memory.breakdown, other.memory.breakdown)
     rows = [
         (term_words(first, name), seconds(a), seconds(b), _signed(b - a, seconds))
@@ -48,6 +44,16 @@ def explain_difference(first: Plan, second: Plan, inputs: PlanningInputs, profil
     }
     sentences = _sentences(first, one, second, other, inputs)
     return Answer("difference", ("part", "first", "second", "difference"), tuple(rows), tuple(sentences), values)
+
+
+def _predicted(name: str, plan: Plan, inputs: PlanningInputs, profiles: Profiles) -> tuple[Plan, Prediction]:
+    """The plan, with cuts if it has a pipeline without them, and its prediction."""
+    try:
+        whole_plan, prediction = predict_given_plan(plan, inputs, profiles).ranked[0]
+        inputs.check_plan(whole_plan)
+    except InputError as error:
+        raise InputError(f"the {name} plan cannot be run: {error}") from None
+    return whole_plan, prediction
 
 
 def _terms(one: Mapping[str, float], other: Mapping[str, float]) -> list[tuple[str, float, float]]:

@@ -179,6 +179,20 @@ def changed(cluster: Cluster, change: str) -> Cluster:
     return cluster.model_copy(update={**update, "nodes": tuple(nodes)})
 
 
+def is_improvement(cluster: Cluster, change: str) -> bool:
+    """Whether the change makes no part of the cluster worse."""
+    other = changed(cluster, change)
+    links = [(node.link, new.link) for node, new in zip(cluster.nodes, other.nodes, strict=True)]
+    if cluster.link is not None and other.link is not None:
+        links.append((cluster.link, other.link))
+    has_slower_link = any(new.bandwidth_bytes_per_s < old.bandwidth_bytes_per_s for old, new in links)
+    return not has_slower_link and all(
+        new.device.memory_bytes >= old.device.memory_bytes
+        and new.device.bandwidth_bytes_per_s >= old.device.bandwidth_bytes_per_s
+        for old, new in zip(cluster.nodes, other.nodes, strict=True)
+    )
+
+
 def _faster_device(device: Device, factor: float) -> Device:
     """A device that computes and reads its memory faster. Its launches take as long."""
     update: dict[str, object] = {
