@@ -40,10 +40,7 @@ def divided(
         return even, None
     options = [even]
     for by_speed in _by_speed(plan, even, inputs, profile, summary):
-        try:
-            Plan.model_validate(by_speed.model_dump())
-            inputs.check_plan(by_speed)
-        except (InputError, ValidationError):  # the run cannot divide the batch unequally under this plan
+        if not _can_run(by_speed, inputs):
             continue
         options.append((by_speed, predict(by_speed)))
         again = _cut_again(options[-1], inputs, summary)
@@ -65,18 +62,33 @@ def divided_again(
     profile: ModelProfile,
 ) -> tuple[PredictedPlan, PredictedPlan | None]:
     """Returns a plan that has other `compute` fields than `before` with the shares that are best now, and the even
-    division with these fields. `even` is the even division with the fields of before, if the plan is divided by
-    speed."""
+    division with these fields, if that is another one. `even` is the even division with the fields of before, if the
+    plan is divided by speed. It may not have been before: launches of operators, which compiled models and CUDA graphs
+    avoid, take equally long on all devices."""
     plan, prediction = predicted
-    if even is None or plan == before:
+    if inputs.cluster.is_uniform or plan == before:
         return predicted, even
-    even_plan = plan.model_copy(update={"shares": even[0].shares, "pipeline": even[0].pipeline})
-    shared = with_best_shares(plan, inputs, profile, prediction) if plan.shares.samples else None
-    if shared is not None and shared != plan:
-        again = predict(shared)
-        if again.step_s < prediction.step_s and inputs.fits(again):
-            predicted = shared, again
-    return predicted, (even_plan, predict(even_plan))
+    options = [predicted]
+    even_plan = plan.model_copy(update={"shares": even[0].shares, "pipeline": even[0].pipeline}) if even else plan
+    if even_plan != plan:
+        options.append((even_plan, predict(even_plan)))
+    is_shared = bool(plan.shares.samples) or even is None
+    shared = with_best_shares(plan, inputs, profile, prediction) if is_shared else None
+    if shared is not None and shared != plan and _can_run(shared, inputs):
+        options.append((shared, predict(shared)))
+    fitting = [option for option in options if inputs.fits(option[1])] or options[:1]
+    best = fitting[preferred(fitting)]
+    return best, next((option for option in options if option[0] == even_plan != best[0]), None)
+
+
+def _can_run(plan: Plan, inputs: PlanningInputs) -> bool:
+    """Whether a run can divide the batch unequally under this plan."""
+    try:
+        Plan.model_validate(plan.model_dump())
+        inputs.check_plan(plan)
+    except (InputError, ValidationError):
+        return False
+    return True
 
 
 def _by_speed(

@@ -54,6 +54,18 @@ def test_resnet_trains_at_the_sum_of_the_two_speeds() -> None:
     assert gained >= 0.95 * allowed
 
 
+@pytest.mark.soak
+def test_shares_are_found_once_launches_no_longer_hide_the_speeds() -> None:
+    """With few samples on each GPU, only compiled models and CUDA graphs are faster on the faster GPU."""
+    _, result = search_plans(A100_AND_V100, images("resnet50"), 256, optimizer=MOMENTUM)
+    best = result.ranked[0]
+    assert best.plan.compute.cuda_graphs
+    first, *_, last = best.plan.shares.samples
+    assert first > 1.5 * last
+    assert best.even is not None
+    assert best.even[1].step_s > 1.2 * best.prediction.step_s
+
+
 def test_the_report_says_who_gets_how_much_and_why() -> None:
     free = PlanningInputs(find_cluster("2xA100-40GB+2xV100"), 64, ADAMW)
     inputs = constrained(free, make_constraints(SIMPLE))
