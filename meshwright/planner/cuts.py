@@ -3,7 +3,7 @@
     slowest(S) = min over cuts of max over stages of the stage's cost                          balanced
     B is at least slowest(S) if filling stages up to a cost of B, from the last piece to the
     first, takes at most S stages                                                              _fill_stages
-    of all cuts with that slowest stage, those with the smallest sum of squared costs win      _most_even
+    of all cuts with that slowest stage, those with the smallest sum of squared costs win      most_even
 
 Pieces keep their order, and cuts lie only where the model can be cut. The smallest B is found by bisection. The sum of
 squares matters if a rank has several stages, because stages of equal cost wait less for each other.
@@ -30,7 +30,9 @@ def balanced(costs: Sequence[float], cuttable: Sequence[bool], stages: int) -> t
             high = middle
         else:
             low = middle
-    return _most_even(units, high, stages)
+    cuts = most_even([[0.0, *accumulate(cost for _, cost in units)]], [0] * stages, high)
+    assert cuts is not None
+    return tuple(units[cut - 1][0] for cut in cuts)
 
 
 _Unit = tuple[int, float]  # consecutive pieces between which the model cannot be cut: index of the last, cost of all
@@ -60,25 +62,28 @@ def _fill_stages(units: Sequence[_Unit], bound: float) -> list[int]:
     return ends[::-1]
 
 
-def _most_even(units: Sequence[_Unit], bound: float, stages: int) -> tuple[int, ...]:
-    """Returns the index of the last piece of every stage but the last. No stage costs more than the bound, and the sum
-    of the squared costs of all stages is as small as possible."""
-    sums = [0.0, *accumulate(cost for _, cost in units)]
-    least = [0.0] + [inf] * len(units)  # least[n]: smallest sum of squares if the first n units fill `stage` stages
+def most_even(sums: Sequence[Sequence[float]], stages: Sequence[int], bound: float) -> list[int] | None:
+    """The numbers of units before each cut, if no stage costs more than the bound; None if that is not possible. The
+    sum of the squared costs of all stages is as small as possible. `sums` has, for each kind of device, the cost of
+    everything before each place for a cut, and `stages` the kind of each stage."""
+    units = len(sums[0]) - 1
+    least = [0.0] + [inf] * units  # least[n]: smallest sum of squares if the first n units fill the stages so far
     begins_by_stage: list[list[int]] = []
-    for stage in range(1, stages + 1):
-        squares, begins = [inf] * (len(units) + 1), [0] * (len(units) + 1)
-        for end in range(stage, len(units) + 1):
-            for begin in range(end - 1, stage - 2, -1):
-                cost = sums[end] - sums[begin]
+    for number, kind in enumerate(stages):
+        of_kind, squares, begins = sums[kind], [inf] * (units + 1), [0] * (units + 1)
+        for end in range(number + 1, units + 1):
+            for begin in range(end - 1, number - 1, -1):
+                cost = of_kind[end] - of_kind[begin]
                 if cost > bound * (1 + 1e-9):
                     break
                 if least[begin] + cost * cost < squares[end]:
                     squares[end], begins[end] = least[begin] + cost * cost, begin
         least = squares
         begins_by_stage.append(begins)
-    ends, end = [], len(units)
+    if least[units] == inf:
+        return None
+    cuts, end = [], units
     for begins in reversed(begins_by_stage[1:]):
         end = begins[end]
-        ends.append(units[end - 1][0])
-    return tuple(reversed(ends))
+        cuts.append(end)
+    return cuts[::-1]

@@ -3,12 +3,13 @@ possible.
 
     cost        of a stage: Σ seconds of its pieces on the device of the stage
     slowest     min over cuts of max over stages of the cost, by bisection                     balanced_by_speed
-    of all cuts with that slowest stage, those with the smallest sum of squared costs win      _most_even
+    of all cuts with that slowest stage, those with the smallest sum of squared costs win      cuts.py: most_even
 """
 
 from collections.abc import Sequence
 from itertools import accumulate
-from math import inf
+
+from meshwright.planner.cuts import most_even
 
 _HALVINGS = 16
 
@@ -25,39 +26,13 @@ def balanced_by_speed(
     all_sums = [[0.0, *accumulate(of_kind)] for of_kind in costs]
     sums = [[of_kind[0], *(of_kind[end] for end in ends)] for of_kind in all_sums]  # up to each place for a cut
     low, high = 0.0, max(of_kind[-1] for of_kind in sums)
-    best = _most_even(sums, stages, high)
+    best = most_even(sums, stages, high)
     assert best is not None
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        cuts = _most_even(sums, stages, middle)
+        cuts = most_even(sums, stages, middle)
         if cuts is None:
             low = middle
         else:
             best, high = cuts, middle
     return tuple(ends[unit - 1] - 1 for unit in best)
-
-
-def _most_even(sums: Sequence[Sequence[float]], stages: Sequence[int], bound: float) -> list[int] | None:
-    """The numbers of units before each cut, if no stage costs more than the bound; None if that is not possible. The
-    sum of the squared costs of all stages is as small as possible. A unit is what lies between two places for a cut."""
-    units = len(sums[0]) - 1
-    least = [0.0] + [inf] * units  # least[n]: smallest sum of squares if the first n units fill the stages so far
-    begins_by_stage: list[list[int]] = []
-    for number, kind in enumerate(stages):
-        of_kind, squares, begins = sums[kind], [inf] * (units + 1), [0] * (units + 1)
-        for end in range(number + 1, units + 1):
-            for begin in range(end - 1, number - 1, -1):
-                cost = of_kind[end] - of_kind[begin]
-                if cost > bound * (1 + 1e-9):
-                    break
-                if least[begin] + cost * cost < squares[end]:
-                    squares[end], begins[end] = least[begin] + cost * cost, begin
-        least = squares
-        begins_by_stage.append(begins)
-    if least[units] == inf:
-        return None
-    cuts, end = [], units
-    for begins in reversed(begins_by_stage[1:]):
-        end = begins[end]
-        cuts.append(end)
-    return cuts[::-1]
