@@ -6,12 +6,13 @@ import hashlib
 import json
 import re
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    FiniteFloat,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -44,15 +45,36 @@ class FileChecksum(_Section):
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
 
 
+class AboutChange(_Section):
+    """The fields of `train/shares/controller.py: Change`."""
+
+    before: list[PositiveInt]
+    after: list[PositiveInt]
+    seconds: list[PositiveFloat]
+    log_seconds: list[FiniteFloat]
+    windows: NonNegativeInt
+
+
 class AboutSpeeds(_Section):
     """The fields of `train/shares/controller.py: SpeedState`."""
 
     speeds: list[PositiveFloat]
+    measured: list[PositiveFloat]
+    samples: list[PositiveInt]
     noise: NonNegativeFloat
     patience: PositiveInt
     wait: NonNegativeInt
     quiet: NonNegativeInt
     move: list[int]
+    move_before: list[int]
+    elasticities: list[Annotated[float, Field(ge=0, le=1)]]
+    change: AboutChange | None
+
+    def lists(self) -> list[list[Any]]:
+        """The lists with one value for each rank, of which some may be empty."""
+        names = {"speeds", "measured", "samples", "move", "move_before", "elasticities"}
+        of_change = self.change.model_dump(exclude={"windows"}) if self.change else {}
+        return [value for value in self.model_dump(include=names).values() if value] + list(of_change.values())
 
 
 class AboutShares(_Section):
@@ -66,7 +88,7 @@ class AboutShares(_Section):
 
     @model_validator(mode="after")
     def _has_the_same_ranks(self) -> Self:
-        lists = [self.speeds.speeds or self.samples, *(samples for _, _, samples in self.changes)]
+        lists = [*self.speeds.lists(), *(samples for _, _, samples in self.changes)]
         if any(len(of_ranks) != len(self.samples) for of_ranks in lists):
             raise ValueError("shares are of different numbers of ranks")
         return self

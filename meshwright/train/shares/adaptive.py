@@ -128,7 +128,9 @@ class AdaptiveShares:
         self._pending = [decision for decision in self._pending if decision.first is None or decision.first >= step]
         if step % WINDOW or not self._batch:
             return
-        self._state = observe(self._state, self._exchange(self.clock.take_speed()))
+        shares = {tuple(share_sizes(self._batch, self.table.at(batch))) for batch in range(step - WINDOW, step)}
+        in_effect = shares.pop() if len(shares) == 1 else None
+        self._state = observe(self._state, self._exchange(self.clock.take_speed()), in_effect)
         if step <= self._decided:  # the decision of a run that is repeated
             return
         self._decided = step

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from meshwright.plan_fields.shares import share_sizes
 from meshwright.train.shares.adaptive import WINDOW
-from meshwright.train.shares.controller import SpeedState, best_shares, decide, observe
+from meshwright.train.shares.controller import SpeedState, decide, observe, whole_shares
 
 LEAD = 6  # batches that loaders are ahead
 Speeds = Callable[[int, int], float]  # samples/s of a rank at a step
@@ -31,8 +31,11 @@ class Run:
     changes: list[int] = field(default_factory=list)
 
 
-def replay(speeds: Speeds, ranks: int, batch: int, steps: int, noise: float = 0.0, fixed_s: float = 0.0) -> Run:
-    """Runs the controller on the speeds of a run. Every rank needs `fixed_s` for a step besides its samples."""
+def replay(
+    speeds: Speeds, ranks: int, batch: int, steps: int, noise: float = 0.0, fixed_s: float | tuple[float, ...] = 0.0
+) -> Run:
+    """Runs the controller on the speeds of a run. A rank needs `fixed_s` for a step besides its samples."""
+    fixed = fixed_s if isinstance(fixed_s, tuple) else (fixed_s,) * ranks
     draw = random.Random(1)
     even = share_sizes(batch, [1] * ranks)
     shares, state, run = tuple(even), SpeedState(), Run()
@@ -42,14 +45,16 @@ def replay(speeds: Speeds, ranks: int, batch: int, steps: int, noise: float = 0.
         if later is not None and step >= later[0]:
             shares, later = later[1], None
         now = [speeds(rank, step) for rank in range(ranks)]
-        times = [(n / speed + fixed_s) * math.exp(draw.gauss(0, noise)) for n, speed in zip(shares, now, strict=True)]
+        exact = [n / speed + more for n, speed, more in zip(shares, now, fixed, strict=True)]
+        times = [time * math.exp(draw.gauss(0, noise)) for time in exact]
         run.seconds += max(times)
-        run.even_seconds += max(n / speed for n, speed in zip(even, now, strict=True)) + fixed_s
-        run.best_seconds += batch / sum(now) + fixed_s
+        run.even_seconds += max(n / speed + more for n, speed, more in zip(even, now, fixed, strict=True))
+        run.best_seconds += batch / sum(now) + max(fixed)
         run.shares.append(shares)
         window.append([n / time for n, time in zip(shares, times, strict=True)])
         if (step + 1) % WINDOW == 0:
-            state = observe(state, [median(of_rank) for of_rank in zip(*window, strict=True)])
+            measured = [median(of_rank) for of_rank in zip(*window, strict=True)]
+            state = observe(state, measured, shares if len(set(run.shares[-WINDOW:])) == 1 else None)
             state, new = decide(state, later[1] if later else shares, 1, -(-LEAD // WINDOW))
             window = []
             if new is not None:
@@ -113,6 +118,24 @@ def test_a_neighbour_that_stays_for_long_is_followed(period: int, noise: float) 
     assert len(run.changes) <= 6 * 4000 / period
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.05, 0.1])
+@pytest.mark.parametrize("fixed_s", [(0.0, 300.0), (100.0, 400.0), (1000.0, 1400.0)])
+def test_a_rank_that_takes_as_long_with_fewer_samples_gets_its_samples_back(
+    fixed_s: tuple[float, ...], noise: float
+) -> None:
+    run = replay(lambda rank, step: 1.0, 2, 64, 3000, noise, fixed_s)
+    assert all(16 <= shares[1] <= 40 for shares in run.shares[50:])
+    assert len(run.changes) <= 20
+    assert sum(shares == (32, 32) for shares in run.shares) > 2000
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_a_large_part_that_does_not_depend_on_samples_is_found(noise: float) -> None:
+    run = replay(half_speed, 2, 64, 400, noise, fixed_s=60.0)
+    assert all(abs(shares[0] - 43) <= 3 for shares in run.shares[60:])
+    assert len(run.changes) <= 5
+
+
 @given(
     st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=9),
     st.integers(1, 3),
@@ -120,7 +143,7 @@ def test_a_neighbour_that_stays_for_long_is_followed(period: int, noise: float) 
 )
 def test_no_rank_is_left_without_samples(speeds: list[float], least: int, more: int) -> None:
     batch = least * len(speeds) + more
-    shares = best_shares(batch, speeds, least)
+    shares = whole_shares(batch, speeds, least)
     assert sum(shares) == batch
     assert min(shares) >= least
     ordered = sorted(zip(speeds, shares, strict=True))
@@ -130,7 +153,10 @@ def test_no_rank_is_left_without_samples(speeds: list[float], least: int, more: 
 def test_a_state_is_read_back_from_a_checkpoint() -> None:
     state = SpeedState()
     for speeds in ([1.0, 1.0], [1.0, 0.5], [1.1, 0.5]):
-        state = observe(state, speeds)
+        state = observe(state, speeds, (32, 32))
     state, new = decide(state, (32, 32), 1, 2)
     assert new is not None
+    state = observe(state, [1.0, 0.5], new)
+    assert state.change is not None
+    assert state.change.windows == 1
     assert SpeedState.from_plain(state.to_plain()) == state
