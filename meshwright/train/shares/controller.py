@@ -34,7 +34,7 @@ _MOST_PATIENCE = 32
 _QUIET_WINDOWS = (8, 4)  # patience is halved after 8 windows without a change, and 4 more for each unit of it
 _LEAST_ELASTICITY = 0.25  # a rank of which a smaller part of its seconds follows its samples keeps its samples
 _MEMORY = 32  # windows in which 63% of what was measured of an elasticity is forgotten, for each unit of patience
-_CERTAIN = 4  # a change is judged if it is this many times as large as the error of its measured effect
+_CERTAIN = 3  # a change is judged if it is this many times as large as the error of its measured effect
 _NUMERATOR = 1 << 20  # proportions become whole numbers of this resolution
 _LISTS = ("speeds", "measured", "samples", "move", "move_before", "elasticities")  # of a `SpeedState`
 
