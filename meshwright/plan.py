@@ -134,6 +134,32 @@ class Plan(PlanGroup):
         return self
 
     @model_validator(mode="after")
+    def _every_shard_rank_has_a_proportion(self) -> Self:
+        shards, axes = self.shares.shards, self.axes
+        if not shards:
+            return self
+        given = f"shares.shards is [{describe_shares(shards)}]"
+        if len(shards) != axes.shard or axes.shard == 1:
+            raise ValueError(
+                f"{given}, {len(shards)} {'number' if len(shards) == 1 else 'numbers'}, but axes.shard is {axes.shard}:"
+                + (" give one number for each rank of the shard axis" if axes.shard > 1 else " set it above 1")
+                + ", or leave shares.shards out"
+            )
+        others = {
+            "axes.context": (axes.context, 1),
+            "axes.expert": (axes.expert, 1),
+            "memory.offload": (self.memory.offload, "none"),
+            "numerics.precision": (self.numerics.precision, "bf16" if self.numerics.precision == "fp8" else None),
+        }
+        for name, (value, needed) in others.items():
+            if needed not in (value, None):
+                raise ValueError(
+                    f"{given}, but {name} is {value}, with which shards are divided evenly only: set {name} to"
+                    f" {needed}, or leave shares.shards out"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _stages_fit_the_axis(self) -> Self:
         stages, ranks, schedule = len(self.pipeline.cuts) + 1, self.axes.pipeline, self.pipeline.schedule
         if stages == 1:
@@ -165,6 +191,18 @@ class Plan(PlanGroup):
     def share_sizes(self, global_batch: int) -> list[int]:
         """How many samples of a global batch each data rank gets; with adaptive shares, in the first steps."""
         return share_sizes(global_batch, self.shares.samples or (1,) * self.data_ranks)
+
+    def shard_part(self, coordinate: int | None = None) -> float:
+        """The part of weights, gradients and optimizer state that a rank with this coordinate on the shard axis holds;
+        None for the rank that holds most."""
+        shards = self.shares.shards or (1,) * self.axes.shard
+        return (max(shards) if coordinate is None else shards[coordinate]) / sum(shards)
+
+    @property
+    def shard_padding(self) -> float:
+        """How many times as many bytes are exchanged over the shard axis as with even shards, because all shards are
+        padded to the largest one."""
+        return self.shard_part() * self.axes.shard
 
     @property
     def data_ranks(self) -> int:
@@ -237,6 +275,7 @@ class Plan(PlanGroup):
             (gradients.local_steps > 1, f"{gradients.local_steps} local steps"),
             (bool(self.shares.samples), f"shares {describe_shares(self.shares.samples)}"),
             (self.shares.adaptive, "adaptive shares"),
+            (bool(self.shares.shards), f"shards {describe_shares(self.shares.shards)}"),
             (gradients.servers > 0, f"{gradients.servers} {gradients.updates}{bound} servers"),
             (compute.layout != "contiguous", compute.layout),
             (compute.convolutions != "default", "NNPACK convolutions"),

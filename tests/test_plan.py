@@ -118,9 +118,18 @@ def test_a_plan_stays_within_the_largest_effect_of_its_fields(groups: dict[str, 
 def test_the_short_forms_of_shares_are_read_as_their_fields() -> None:
     axes = {"axes": {"replicate": 2, "shard": 2}}
     fixed = Plan.model_validate({**axes, "shares": [4, 3, 2, 1]})
-    assert fixed.shares.model_dump() == {"samples": (4, 3, 2, 1), "adaptive": False}
+    assert fixed.shares.model_dump() == {"samples": (4, 3, 2, 1), "adaptive": False, "shards": ()}
     assert Plan.model_validate({**axes, "shares": {"samples": [4, 3, 2, 1]}}) == fixed
-    assert Plan.model_validate({**axes, "shares": "adaptive"}).shares.model_dump() == {"samples": (), "adaptive": True}
+    adaptive = Plan.model_validate({**axes, "shares": "adaptive"}).shares
+    assert (adaptive.samples, adaptive.adaptive, adaptive.shards) == ((), True, ())
+
+
+def test_proportions_of_shards_without_a_common_factor() -> None:
+    plan = Plan.model_validate({"axes": {"shard": 4}, "shares": {"shards": [4, 4, 2, 2]}})
+    assert plan.shares.uneven_shards == (2, 2, 1, 1)
+    assert (plan.shard_part(), plan.shard_part(3), plan.shard_padding) == (1 / 3, 1 / 6, 4 / 3)
+    even = Plan.model_validate({"axes": {"shard": 4}, "shares": {"shards": [3, 3, 3, 3]}})
+    assert (even.shares.uneven_shards, even.shard_padding) == ((), 1.0)
 
 
 def test_a_plan_cannot_be_changed() -> None:
@@ -153,6 +162,31 @@ def test_a_plan_cannot_be_changed() -> None:
         ),
         ({"axes": {"replicate": 2}, "shares": "adaptiv"}, "'adaptiv' is no division of a batch: write adaptive"),
         ({"axes": {"replicate": 2}, "shares": [2, 0]}, "plan.shares.samples.1 is 0: input should be greater than 0"),
+        (
+            {"axes": {"shard": 2}, "shares": {"shards": [2, 1, 1]}},
+            "shares.shards is [2, 1, 1], 3 numbers, but axes.shard is 2: give one number for each rank",
+        ),
+        ({"shares": {"shards": [2]}}, "shares.shards is [2], 1 number, but axes.shard is 1: set it above 1, or leave"),
+        (
+            {"axes": {"shard": 2}, "shares": {"shards": [2, 0]}},
+            "plan.shares.shards.1 is 0: input should be",
+        ),
+        (
+            {"axes": {"shard": 2, "context": 2}, "shares": {"shards": [2, 1]}},
+            "shares.shards is [2, 1], but axes.context is 2, with which shards are divided evenly only",
+        ),
+        (
+            {"axes": {"shard": 2, "expert": 2}, "shares": {"shards": [2, 1]}},
+            "shares.shards is [2, 1], but axes.expert is 2, with which shards are divided evenly only",
+        ),
+        (
+            {"axes": {"shard": 2}, "memory": {"offload": "optimizer"}, "shares": {"shards": [2, 1]}},
+            "but memory.offload is optimizer, with which shards are divided evenly only: set memory.offload to none",
+        ),
+        (
+            {"axes": {"shard": 2}, "numerics": {"precision": "fp8"}, "shares": {"shards": [2, 1]}},
+            "but numerics.precision is fp8, with which shards are divided evenly only: set numerics.precision to bf16",
+        ),
         (7, "plan is 7: write 'auto', a file, or the plan's groups"),
     ],
 )

@@ -24,6 +24,7 @@ def read_plan(argument: PlanArgument, ranks: int, caller: str) -> Plan:
         )
     plan = argument if isinstance(argument, Plan) else load_plan(argument, caller)
     refuse_shares(plan, caller)
+    refuse_shards(plan, caller)
     return plan
 
 
@@ -33,6 +34,16 @@ def refuse_shares(plan: Plan, caller: str) -> None:
         raise InputError(
             f"{caller}: the plan ({plan.summary()}) has shares, but this loop gives every rank equally many samples:"
             " leave shares out, or train with mw.parallelize or `meshwright train`, which divide batches by them"
+        )
+
+
+def refuse_shards(plan: Plan, caller: str) -> None:
+    """Raises an `InputError` if the plan has shards in proportion: a library's own code for weights and optimizers may
+    gather them as if they were divided evenly."""
+    if plan.shares.shards:
+        raise InputError(
+            f"{caller}: the plan ({plan.summary()}) has shares.shards, which this loop does not know: leave"
+            " shares.shards out, or train with mw.parallelize or `meshwright train`"
         )
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from meshwright.parallel.weights.layout import gather_parameter
+from meshwright.parallel.weights.layout import fill_local_shard, gather_parameter
 
 
 def whole_tensor(value: Any) -> Any:
@@ -25,8 +25,10 @@ def load_whole_tensor(value: Any, like: Any) -> Any:
         return value
     if value.shape != like.shape:
         return value  # an optimizer's entry of another shape, or a tensor that `load_state_dict` refuses
-    on_device = value.to(like.device)
-    return distribute_tensor(on_device, like.device_mesh, like.placements, src_data_rank=None)
+    shard = torch.empty_like(like, dtype=value.dtype, requires_grad=False)
+    with torch.no_grad():
+        fill_local_shard(shard, None, value)
+    return shard
 
 
 def whole_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -7,6 +7,8 @@ gathered together; the weights outside of blocks form one more unit.
     gradients     weights are all-gathered once per step, gradients are reduce-scattered after every microbatch
     parameters    weights are all-gathered for each block's forward pass and again for its backward pass
 
+With `plan.shares.shards`, ranks hold numbers of rows in these proportions (weights/proportional_shards.py).
+
 With `plan.memory.offload: parameters`, FSDP2 keeps the shards of weights and gradients in CPU memory: it copies a
 unit's shards to the GPU when it gathers them, and the reduced gradients back.
 
@@ -57,6 +59,8 @@ from meshwright.parallel.torch_private import (
     was_gathered,
 )
 from meshwright.parallel.weights.offload import offloads_parameters
+from meshwright.parallel.weights.proportional_shards import proportional_mesh
+from meshwright.parallel.weights.torch_private import divide_in_proportion
 from meshwright.plan import Plan
 
 
@@ -75,7 +79,10 @@ def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = 
     already_sharded = next((name for name, p in module.named_parameters() if isinstance(p, DTensor)), None)
     if already_sharded is not None:
         raise shared_between_stages_error(already_sharded.removeprefix("model."), plan)
+    proportions = plan.shares.uneven_shards
     data_mesh = _sharding_mesh(mesh, ("shard", "expert", "context"))
+    if proportions:
+        data_mesh = proportional_mesh(mesh, proportions)
     whole_experts = _shard_experts(module, mesh, plan)
     for parameter in module.parameters():
         if not parameter.is_contiguous():  # FSDP2 shards rows
@@ -85,8 +92,9 @@ def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = 
     offload = CPUOffloadPolicy() if offloads_parameters(plan, mesh.device_type) else OffloadPolicy()
     for block in _unit_blocks(module) if per_block else []:
         block.register_forward_hook(_register_dataclasses)
-        fully_shard(
+        _shard_unit(
             block,
+            proportional=bool(proportions),
             mesh=data_mesh,
             reshard_after_forward=reshard_blocks,
             mp_policy=policy,
@@ -97,8 +105,9 @@ def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = 
     # The root unit is needed at the end of the forward pass and again at the beginning of the backward pass. Therefore
     # FSDP2's default (None) leaves it gathered in between.
     module.register_forward_hook(_register_dataclasses)
-    fully_shard(
+    _shard_unit(
         module,
+        proportional=bool(proportions),
         mesh=data_mesh,
         reshard_after_forward=None if reshard_blocks else False,
         mp_policy=policy,
@@ -114,6 +123,21 @@ def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = 
                 group.post_backward = _PostBackward(unit, group)
     if hooks:
         _keep_gradient_hooks(module, hooks)
+
+
+def _shard_unit(unit: nn.Module, *, proportional: bool, **options: Any) -> None:
+    """Makes the module an FSDP2 unit with these options of `fully_shard`. With `proportional`, its ranks hold as many
+    rows of each weight as their mesh says."""
+    wholes = {
+        (owner, name): parameter
+        for owner in unit.modules()
+        for name, parameter in owner._parameters.items()
+        if proportional and parameter is not None and not isinstance(parameter, DTensor)
+    }
+    fully_shard(unit, **options)
+    assert isinstance(unit, FSDPModule)
+    if proportional:
+        divide_in_proportion([p for group in fsdp_parameter_groups(unit) for p in group.fsdp_params], wholes)
 
 
 def _sharding_mesh(mesh: DeviceMesh, axes: tuple[str, ...], name: str = "sharding") -> DeviceMesh:

@@ -24,7 +24,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import _utils as dtensor_utils
 from torch.nn.modules import batchnorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _python_dispatch
@@ -243,15 +242,7 @@ def storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-# ---- shards of FSDP2 (weights/layout.py)
-
-
-def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of this rank's shard, and the shard's offset in the whole tensor, for each dimension."""
-    shape, offset = dtensor_utils.compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return tuple(shape), tuple(offset)
+# ---- shards of FSDP2 (weights/offload.py)
 
 
 def with_local_tensor(tensor: DTensor, local: Tensor) -> DTensor:

@@ -1,10 +1,12 @@
 """The groups of a plan's fields. Each field is marked with its effect on the numerical result."""
 
+from math import gcd
 from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
 from meshwright.limits import (
+    Count,
     CountOrZero,
     Devices,
     LossChunks,
@@ -213,17 +215,27 @@ class Compute(PlanGroup):
 
 
 class Shares(PlanGroup):
-    """How the samples of a global batch are divided among data ranks that are not equally fast.
+    """How samples and weights are divided among ranks that are not alike: samples of a global batch by the speed of
+    data ranks, weights by the memory of shard ranks.
 
     `samples`: how many samples of a global batch each data rank gets. The number of a data rank is its coordinate on
     the replicate axis × the size of the shard axis + its coordinate on the shard axis. A global batch of another size
     than their sum, such as a short last batch, is divided in the same proportions, into whole samples. Without
     `samples`, shares are even. `adaptive`: shares follow the speeds of the ranks while the run goes on; `samples` are
-    those of the first steps. Short forms of the group: `shares: [86, 42]` and `shares: adaptive`.
+    those of the first steps. `shards`: the proportions in which the ranks of the shard axis, by their coordinate on it,
+    divide the rows of weights, gradients and optimizer state, such as `[2, 1]` for a device with twice as much memory
+    as the other; without them, evenly. Short forms of the group: `shares: [86, 42]` and `shares: adaptive`.
     """
 
     samples: tuple[Samples, ...] = choice((), "same")
     adaptive: bool = choice(False, "same")
+    shards: tuple[Count, ...] = choice((), "same")
+
+    @property
+    def uneven_shards(self) -> tuple[int, ...]:
+        """`shards` without a common factor; empty if all ranks hold equally many rows."""
+        factor = gcd(*self.shards)
+        return tuple(part // factor for part in self.shards) if len(set(self.shards)) > 1 else ()
 
     @model_validator(mode="before")
     @classmethod

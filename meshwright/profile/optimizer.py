@@ -19,6 +19,20 @@ from meshwright.errors import InputError
 from meshwright.profile.tracing.recorder import RecordedOperator, TraceRecorder
 
 _ELEMENTS = 4096  # elements of each test parameter; smaller tensors are step counts and the like, of constant size
+# Optimizers that update every element from that element, its gradient and its own state alone.
+_ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -32,6 +46,7 @@ class OptimizerCost:
     of a gradient before the step. It therefore launches the operators of the step only after the device has finished
     all earlier work. Otherwise it launches them ahead of time. `has_fused` says whether torch has a fused
     implementation, `is_fused` whether the cost is that of the fused step, which goes over all tensors once.
+    `elementwise`: some rows of a parameter can be updated as if they were the whole (`is_elementwise`).
     """
 
     state_ratio: float
@@ -42,6 +57,7 @@ class OptimizerCost:
     waits_for_device: bool = True
     has_fused: bool = False
     is_fused: bool = False
+    elementwise: bool = True
 
     def fused(self) -> "OptimizerCost":
         """The cost of the fused step; the same cost if there is none."""
@@ -50,6 +66,11 @@ class OptimizerCost:
         return replace(
             self, temporary_ratio=0.0, multi_tensor=True, operators_per_parameter=0.0, traffic_ratio=0.0, is_fused=True
         )
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer can update some rows of a parameter as it would update the whole."""
+    return type(optimizer) in _ELEMENTWISE
 
 
 def measure_optimizer_cost(make_optimizer: OptimizerFactory, multi_tensor: bool) -> OptimizerCost:
@@ -81,6 +102,7 @@ def measure_optimizer_cost(make_optimizer: OptimizerFactory, multi_tensor: bool)
         operators_per_parameter=0.0 if multi_tensor else len(operators) / len(parameters),
         traffic_ratio=0.0 if multi_tensor else sum(map(_traffic_bytes, operators)) / parameter_bytes,
         has_fused="fused" in optimizer.defaults,
+        elementwise=is_elementwise(optimizer),
     )
 
 

@@ -51,7 +51,7 @@ def _with_axes(plan: Plan, axes: Axes) -> Plan:
     # A branch on a rank that no longer exists moves to one that does.
     branches = {name: rank % axes.tensor for name, rank in modules.branches.items()} if axes.tensor > 1 else {}
     modules = modules.model_copy(update={"branches": branches})
-    pipeline, shares = _pipeline(plan, axes.pipeline), _shares(plan, axes.replicate * axes.shard)
+    pipeline, shares = _pipeline(plan, axes.pipeline), _shares(plan, axes)
     smaller = plan.model_copy(update={"axes": axes, "modules": modules, "pipeline": pipeline, "shares": shares})
     return Plan.model_validate(smaller.model_dump())  # raises if the plan's settings do not fit together
 
@@ -67,11 +67,15 @@ def _pipeline(plan: Plan, ranks: int) -> Pipeline:
     return plan.pipeline.model_copy(update={"cuts": plan.pipeline.cuts[stride - 1 :: stride]})
 
 
-def _shares(plan: Plan, data_ranks: int) -> Shares:
-    """Returns the shares for fewer data ranks: those of every n-th rank, so that unequal ones stay unequal."""
-    samples = plan.shares.samples
-    stride = max(1, len(samples) // data_ranks)
-    return plan.shares.model_copy(update={"samples": samples[::stride][:data_ranks]})
+def _shares(plan: Plan, axes: Axes) -> Shares:
+    """Returns the shares for fewer ranks: those of every n-th rank, so that unequal ones stay unequal."""
+    samples = _of_every_nth_rank(plan.shares.samples, axes.replicate * axes.shard)
+    shards = _of_every_nth_rank(plan.shares.shards, axes.shard) if axes.shard > 1 else ()
+    return plan.shares.model_copy(update={"samples": samples, "shards": shards})
+
+
+def _of_every_nth_rank(shares: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    return shares[:: max(1, len(shares) // ranks)][:ranks]
 
 
 def _axes_text(plan: Plan) -> str:

@@ -30,7 +30,7 @@ from meshwright.train.loss.loss import check_sample_comparison, classify_loss
 from meshwright.train.loss.output_form import FakeModel
 from meshwright.train.loss.trial import find_loss, find_model_loss, is_from_torch
 from meshwright.train.shares.adaptive import check_measurable_on_gpus
-from meshwright.train.shares.check import check_global_batch
+from meshwright.train.shares.check import check_global_batch, check_optimizer
 from meshwright.train.step.optimizer import build_optimizer
 from meshwright.train.step.sampling import check_sampling
 from meshwright.train.step.schedule import build_schedule
@@ -66,7 +66,7 @@ def check_job(job: Job, plan: Plan, cluster: Cluster, parts: JobParts | None = N
     check_global_batch(plan, job.train.global_batch, job.data.partition, job.data.parts)
     if plan.shares.adaptive and cluster.kind == "cuda":
         check_measurable_on_gpus(plan)
-    model = _check_model(job, parts)
+    model = _check_model(job, plan, parts)
     if model is not None:
         check_sparse(plan, model, job.train.clip_norm)
     build_metrics(job)
@@ -149,10 +149,10 @@ def check_rank_count(plan: Plan, cluster: Cluster) -> None:
         )
 
 
-def _check_model(job: Job, parts: JobParts) -> nn.Module | None:
+def _check_model(job: Job, plan: Plan, parts: JobParts) -> nn.Module | None:
     """Builds the model on the meta device and returns it. Raises an `InputError` if the job's `train.weights`,
-    `train.freeze`, `optimizer` or `schedule` do not fit it. Returns None if the model cannot be built on the meta
-    device; then the ranks check it."""
+    `train.freeze`, `optimizer` or `schedule` do not fit it or the plan. Returns None if the model cannot be built
+    on the meta device; then the ranks check it."""
     target = load(job.model.call)
     check_arguments(target, (), job.model.arguments, f"model: {job.model.call}")
     load(job.optimizer.call)
@@ -165,6 +165,7 @@ def _check_model(job: Job, parts: JobParts) -> nn.Module | None:
         match_weights(model, job.train.weights)
     freeze(model, job.train.freeze)
     optimizer = _explain_errors(lambda: build_optimizer(job.optimizer, model), "optimizer")
+    check_optimizer(plan, optimizer)
     if job.schedule:
         _explain_errors(lambda: build_schedule(job, optimizer), "schedule")
     return model

@@ -36,7 +36,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 # Samples of a global batch of 16 by data rank; with `moving`, some of them move to another rank in every step.
-SHARES = {2: (11, 5), 4: (7, 4, 3, 2)}
+SHARES = {2: (11, 5), 3: (7, 5, 4), 4: (7, 4, 3, 2)}
+# Proportions of the shards, by rank of the shard axis, of cases with the option `shards`.
+SHARDS = {2: (1, 3), 3: (2, 5, 1), 4: (3, 1, 2, 2)}
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zero_bubble": 2, "zbv": 2}  # stages of each rank
 # Cuts between which layers that are split together lie in one stage.
 CUTS = {
@@ -67,6 +69,8 @@ def plan_with_cuts(case: str, cuts: Callable[[int], tuple[str, ...]]) -> Plan:
     if "uneven" in options or "moving" in options:
         samples = SHARES[axes.get("replicate", 1) * axes.get("shard", 1)]
         plan["shares"] = {"samples": samples, "adaptive": "moving" in options}
+    if "shards" in options:
+        plan.setdefault("shares", {})["shards"] = SHARDS[axes["shard"]]
     if axes.get("pipeline", 1) > 1:
         schedule = next((option for option in options if option in SCHEDULES), "1f1b")
         stages = axes["pipeline"] * SCHEDULES[schedule]

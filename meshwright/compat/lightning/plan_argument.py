@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Literal
 
-from meshwright.compat.plan_argument import PlanArgument, read_plan, refuse_shares, with_precision
+from meshwright.compat.plan_argument import PlanArgument, read_plan, refuse_shards, refuse_shares, with_precision
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.train.step.own_loop import why_only_step
@@ -66,6 +66,7 @@ def check_loop_plan(plan: Plan) -> None:
             " replicas and shards"
         )
     refuse_shares(plan, "Lightning")
+    refuse_shards(plan, "Lightning")
     if plan.gradients.servers:
         raise InputError(
             f"the plan ({plan.summary()}) has parameter servers, which only `meshwright train` starts: set"

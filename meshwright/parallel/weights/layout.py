@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from meshwright.parallel.differentiable_collectives import AxisGroup, ShardRanges, all_gather_tensor, consecutive_ranges
-from meshwright.parallel.torch_private import local_shape_and_offset
+from meshwright.parallel.weights.proportional_shards import row_division
 
 # Returns a part of a whole tensor. The arguments are the offsets at which it begins, and its size in each dimension.
 ReadRegion = Callable[[tuple[int, ...], tuple[int, ...]], Tensor]
@@ -129,7 +129,9 @@ def shard_regions(tensor: Tensor, layout: ParameterLayout | None) -> tuple[Shard
     if tensor.dim() == 0:
         return (ShardRegion((), (), ()),)
     shape, begin = tuple(tensor.shape), 0
-    local_sizes, starts = local_shape_and_offset(tensor) if isinstance(tensor, DTensor) else (shape, (0,) * len(shape))
+    local_sizes, starts = list(shape), [0] * len(shape)
+    if isinstance(tensor, DTensor) and (division := row_division(tensor)):
+        local_sizes[division.dim], starts[division.dim] = division.rows[division.rank], division.first
     regions: list[ShardRegion] = []
     dim, ranges = (layout.dim, layout.ranges) if layout else (0, ((0, shape[0]),))
     for first_of_range, length in ranges:  # the range is [begin, begin + length) of the shard along `dim`
@@ -179,9 +181,8 @@ def _narrow(tensor: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) ->
 def _gather_rows(tensor: DTensor) -> Tensor:
     """The whole tensor, gathered from FSDP2's shards. `DTensor.full_tensor` is not used, because it crashes the process
     if CUDA tensors are sent over Gloo."""
-    ((axis, dim),) = [(axis, p.dim) for axis, p in enumerate(tensor.placements) if isinstance(p, Shard)]
-    group = tensor.device_mesh.get_group(axis)
-    rows, ranks = tensor.shape[dim], group.size()
-    chunk = -(-rows // ranks)
-    division = consecutive_ranges(dim, [max(0, min(chunk, rows - chunk * rank)) for rank in range(ranks)])
-    return all_gather_tensor(tensor.to_local(), division, AxisGroup(group, group.rank(), ranks, "shard"))
+    division = row_division(tensor)
+    assert division is not None
+    group = tensor.device_mesh.get_group(division.axis)
+    axis_group = AxisGroup(group, group.rank(), group.size(), "shard")
+    return all_gather_tensor(tensor.to_local(), consecutive_ranges(division.dim, division.rows), axis_group)

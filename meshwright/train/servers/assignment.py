@@ -16,20 +16,6 @@ from torch import Tensor
 from meshwright.parallel.weights.layout import WholeOnOneRank
 
 AXIS = "servers"
-# Optimizers that update every element from that element, its gradient and its own state alone.
-_ELEMENTWISE = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.ASGD,
-)
 
 
 @dataclass(frozen=True)
@@ -51,11 +37,6 @@ class ParameterRows:
     def view(self, tensor: Tensor) -> Tensor:
         """A view of these rows in a tensor that has the shape of the whole parameter."""
         return tensor.narrow(0, self.first, self.rows) if self.whole else tensor
-
-
-def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer can update some rows of a parameter as it would update the whole."""
-    return type(optimizer) in _ELEMENTWISE
 
 
 def assign_parameters(parameters: Mapping[str, Tensor], servers: int, cut: bool) -> list[list[ParameterRows]]:

@@ -12,8 +12,9 @@ from meshwright.errors import InputError
 from meshwright.job import Job
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Axes, Gradients
+from meshwright.profile.optimizer import is_elementwise
 from meshwright.train.build import build_initialized_model, schedule_unit
-from meshwright.train.servers.assignment import ParameterRows, assign_parameters, is_elementwise
+from meshwright.train.servers.assignment import ParameterRows, assign_parameters
 from meshwright.train.session import MakeOptimizer, MakeSchedule
 from meshwright.train.step.optimizer import optimizer_for_parameters, optimizer_groups
 from meshwright.train.step.schedule import build_schedule

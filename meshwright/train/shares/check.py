@@ -1,8 +1,12 @@
-"""Checks, before anything is loaded, that every rank gets samples of a full global batch."""
+"""Checks, before anything is loaded, that every rank gets samples of a full global batch, and that the optimizer can
+update shards in proportion to memory."""
+
+from torch.optim import Optimizer
 
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.plan_fields.shares import describe_shares, fewest_parts, share_sizes
+from meshwright.profile.optimizer import is_elementwise
 
 
 def check_global_batch(plan: Plan, global_batch: int, partition: str = "batch", parts: int | None = None) -> None:
@@ -26,6 +30,17 @@ def check_global_batch(plan: Plan, global_batch: int, partition: str = "batch", 
         )
     if partition == "sample":
         check_parts(plan, parts)
+
+
+def check_optimizer(plan: Plan, optimizer: Optimizer) -> None:
+    """Raises an `InputError` if the plan divides weights in proportion to memory, and the optimizer may look at more
+    than one row at a time: torch would gather or average its tensors as if they were divided evenly."""
+    if plan.shares.uneven_shards and not is_elementwise(optimizer):
+        raise InputError(
+            f"plan.shares.shards is [{describe_shares(plan.shares.shards)}], with which each element of a weight must"
+            f" be updated by itself, but {type(optimizer).__name__} is not known to do that: use an optimizer of"
+            " torch.optim such as AdamW or SGD, or leave shares.shards out"
+        )
 
 
 def check_parts(plan: Plan, parts: int | None) -> None:

@@ -15,6 +15,7 @@ from meshwright.errors import InputError, did_you_mean
 from meshwright.job_sections.sections import Optimizer
 from meshwright.parallel.weights.offload import state_device
 from meshwright.plan import Plan
+from meshwright.train.shares.check import check_optimizer
 
 ParameterGroup = dict[str, Any]  # "names" of parameters, and the group's options
 
@@ -145,6 +146,7 @@ def use_fused_kernels(optimizer: torch.optim.Optimizer) -> None:
 
 def choose_kernels(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """Makes the optimizer use the kernels of the plan, or those that its weights need."""
+    check_optimizer(plan, optimizer)
     if plan.compute.fused_optimizer:
         use_fused_kernels(optimizer)
     else:

@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from meshwright.train.servers.assignment import assign_parameters, is_elementwise
+from meshwright.profile.optimizer import is_elementwise
+from meshwright.train.servers.assignment import assign_parameters
 from meshwright.train.servers.messages import ServerReply, WorkerReport
 
 
