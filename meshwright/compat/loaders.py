@@ -1,10 +1,13 @@
 """Loaders like that of a user, and batches of it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from meshwright.data.randomness import preserve_generators
+from meshwright.errors import InputError
+from meshwright.plan_fields.shares import describe_shares, share_sizes
 
 
 def loader_like(loader: "DataLoader[Any]", dataset: Any = None, **which_samples: Any) -> "DataLoader[Any]":
@@ -42,3 +45,19 @@ def batch_of_first_samples(loader: "DataLoader[Any]") -> Any:
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
     with preserve_generators():
         return loader.collate_fn([dataset[number] for number in range(min(size, len(dataset)))])
+
+
+def check_full_batch(global_batch: int | None, samples: Sequence[int]) -> None:
+    """Raises an `InputError` if shares in the proportions of `samples` leave some data rank without a sample of a full
+    global batch. None: the loader does not say how many samples that has."""
+    if global_batch is None:
+        raise InputError(
+            f"the plan has shares ({describe_shares(samples)}), but the loader's batch sampler has no batch_size, so"
+            " its batches may be too small for some rank: give a batch_size, or leave shares out of the plan"
+        )
+    sizes = share_sizes(global_batch, samples)
+    if 0 in sizes:
+        raise InputError(
+            f"of a global batch of {global_batch} samples, plan.shares.samples [{describe_shares(samples)}] gives data"
+            f" rank {sizes.index(0)} none: raise the batch size, or give that rank a larger share"
+        )

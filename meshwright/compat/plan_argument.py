@@ -23,17 +23,18 @@ def read_plan(argument: PlanArgument, ranks: int, caller: str) -> Plan:
             f"{caller}: plan is {str(argument)!r}, and there is no such file: give the path of a plan file, or 'auto'"
         )
     plan = argument if isinstance(argument, Plan) else load_plan(argument, caller)
-    refuse_shares(plan, caller)
+    refuse_adaptive_shares(plan, caller)
     refuse_shards(plan, caller)
     return plan
 
 
-def refuse_shares(plan: Plan, caller: str) -> None:
-    """Raises an `InputError` if the plan has shares: the libraries' loops give every rank its own batch size."""
-    if plan.shares.samples or plan.shares.adaptive:
+def refuse_adaptive_shares(plan: Plan, caller: str) -> None:
+    """Raises an `InputError` if the plan's shares are to follow the speeds of ranks, which `session.step` measures."""
+    if plan.shares.adaptive:
         raise InputError(
-            f"{caller}: the plan ({plan.summary()}) has shares, but this loop gives every rank equally many samples:"
-            " leave shares out, or train with mw.parallelize or `meshwright train`, which divide batches by them"
+            f"{caller}: the plan ({plan.summary()}) has adaptive shares, which need the measurements of session.step,"
+            " and this loop makes its own steps: set shares.adaptive to false and give shares.samples, or train with"
+            " mw.parallelize or `meshwright train`"
         )
 
 

@@ -29,9 +29,11 @@ from meshwright.compat.accelerate.checkpoint_folder import (
 from meshwright.compat.accelerate.plan_argument import plan_of_argument
 from meshwright.compat.accelerate.prepared_model import PreparedModel
 from meshwright.compat.accelerate.settings import check_arguments, check_variables, warn_once
+from meshwright.compat.accelerate.shares import SharedBatches, loss_weight
 from meshwright.compat.accelerate.uneven_inputs import JoinedModel
 from meshwright.compat.plan_argument import PlanArgument
 from meshwright.errors import InputError
+from meshwright.exchange import all_gather_values
 from meshwright.launch.accelerate_variables import read_accelerate_variables
 from meshwright.launch.torch_private import add_gloo_for_cpu_tensors
 from meshwright.parallel.apply import apply
@@ -40,7 +42,7 @@ from meshwright.plan import Plan
 from meshwright.train.step.optimizer import use_fused_kernels
 
 
-class Accelerator(accelerate.Accelerator):
+class Accelerator(SharedBatches):
     """Accelerate's `Accelerator`, with the same arguments and one more.
 
     `plan` is a `Plan`, its groups as a dict, the path of a plan file, or `auto`. Without it, every process is a
@@ -61,7 +63,11 @@ class Accelerator(accelerate.Accelerator):
         self._prepared: list[PreparedModel] = []
 
     @property
-    def plan(self) -> Plan:
+    def plan_is_known(self) -> bool:  # type: ignore[override]
+        return self._plan is not None or self._plan_argument != "auto"
+
+    @property
+    def plan(self) -> Plan:  # type: ignore[override]
         """The plan that prepared models are trained under."""
         if self._plan is None:
             if self._plan_argument == "auto":
@@ -163,7 +169,13 @@ class Accelerator(accelerate.Accelerator):
 
     # ---- steps
 
-    def backward(self, loss: Tensor, **keywords: Any) -> None:
+    def backward(self, loss: Tensor, count: float | None = None, **keywords: Any) -> None:
+        """As Accelerate's. `count` is the number of samples, or of targets, that the loss is a mean over; processes are
+        weighted by it. Without it, and with shares, they are weighted by their samples of the batch that a prepared
+        loader gave last."""
+        sizes: Sequence[float] | None = self.current_sizes() if count is None else all_gather_values(float(count))
+        if sizes is not None:
+            loss = loss * loss_weight(sizes, self.process_index)
         with ExitStack() as stack:
             for model in self._prepared:
                 stack.enter_context(model.backward_pass())
@@ -216,6 +228,11 @@ class Accelerator(accelerate.Accelerator):
             if not enabled:
                 yield
                 return
+            if self.plan.shares.samples:
+                raise InputError(
+                    "join_uneven_inputs: under a plan with shares, processes have equally many batches, and a short"
+                    " one is divided among them: leave it out"
+                )
             if len(models) != 1 or len(joinables) != 1 or models[0].parallel.gradient_averager is None:
                 raise InputError(
                     f"join_uneven_inputs was given {len(joinables)} objects: give it one prepared model, which a plan"

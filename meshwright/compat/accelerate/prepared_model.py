@@ -132,6 +132,11 @@ class PreparedModel(nn.Module):
                 f"the plan ({self.parallel.plan.summary()}) shards the model, so its gradients come from"
                 " accelerator.backward(loss) only: replace loss.backward() by it"
             )
+        if self._has_uncombined and self.parallel.plan.shares.samples:
+            raise InputError(
+                f"the plan ({self.parallel.plan.summary()}) has shares, so accelerator.backward(loss) has to weight the"
+                " losses of the processes: replace loss.backward() by it"
+            )
         averager = self.parallel.gradient_averager
         if self._has_uncombined and self._combines and averager is not None:
             if self.joined is not None:

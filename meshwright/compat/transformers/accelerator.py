@@ -25,6 +25,7 @@ class SessionAccelerator(Accelerator):
     `loss_over_ranks` returns the loss of the global batch, of which its argument is this rank's part. `session` is None
     until the trainer has made it. `last_loss` is the loss of the last backward pass, the same on every rank.
     `row_counts` are the numbers of samples that each rank has of the batch that is evaluated; None during training.
+    `prepares_evaluation` is True while the trainer makes a loader for an evaluation, which is divided evenly.
     """
 
     plan_for: Callable[[Any], Plan]
@@ -32,6 +33,7 @@ class SessionAccelerator(Accelerator):
     session: Session | None = None
     last_loss: Tensor | None = None
     row_counts: list[int] | None = None
+    prepares_evaluation: bool = False
 
     # ---- gradients
 
@@ -74,7 +76,8 @@ class SessionAccelerator(Accelerator):
         if self.num_processes == 1 or getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, *args, **kwargs)
         data_rank = self.process_index // plan.axes.tensor
-        divided = divide_loader(data_loader, self.num_processes, data_rank, plan.data_ranks)
+        samples = () if self.prepares_evaluation else plan.shares.samples
+        divided = divide_loader(data_loader, self.num_processes, data_rank, plan.data_ranks, samples)
         prepared = prepare_data_loader(
             divided,
             self.device,

@@ -12,6 +12,7 @@ Trainer's loss on a rank, L, comes in three kinds, of which the loss of the glob
 The weight of a rank is its number of labels: of tokens with a label, or of samples if these have one label (`_weight`).
 """
 
+import inspect
 import os
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,15 @@ class MeshwrightTrainer(Trainer):
     def get_total_train_batch_size(self, args: Any) -> int:
         """The global batch, which is the same under every plan."""
         return int(self._train_batch_size * args.gradient_accumulation_steps * args.world_size)
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Also tells the accelerator which loaders are for evaluations."""
+        arguments = inspect.signature(Trainer._get_dataloader).bind(self, *args, **kwargs).arguments
+        self.accelerator.prepares_evaluation = not arguments.get("is_training", False)
+        try:
+            return super()._get_dataloader(*args, **kwargs)
+        finally:
+            self.accelerator.prepares_evaluation = False
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
