@@ -33,6 +33,7 @@ from meshwright.compat.lightning.plan_argument import (
     check_ranks,
     plan_of_argument,
 )
+from meshwright.compat.lightning.shares import BatchShare, ShareLoader, check_equal_shapes
 from meshwright.compat.plan_argument import PlanArgument
 from meshwright.compat.whole_states import divide_loaded_state, whole_optimizer_state, whole_tensor
 from meshwright.errors import InputError
@@ -77,6 +78,7 @@ class MeshwrightFabricStrategy(DDPStrategy):
         self._checkpoint_format = checkpoint_format
         self._modules: list[ModuleParts] = []
         self._backward_sync_control = _NoSync()
+        self._share = BatchShare()  # of the batch that a loader has read last
 
     @property
     def precision(self) -> Precision:
@@ -107,6 +109,16 @@ class MeshwrightFabricStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         add_gloo_for_cpu_tensors()
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Divides the batches of a loader by the plan's shares."""
+        samples = self._read_plan().shares.samples if self._plan_argument is not None else ()
+        if not samples:
+            return dataloader
+        return ShareLoader(dataloader, samples, self.global_rank, self._note_share)
+
+    def _note_share(self, share: BatchShare | None) -> None:
+        self._share = share or BatchShare()
 
     def setup_module(self, module: nn.Module) -> ParallelForward:
         parts = ModuleParts(module, self._read_plan(), self.root_device, self.world_size)
@@ -145,7 +157,13 @@ class MeshwrightFabricStrategy(DDPStrategy):
         with ExitStack() as stack:
             for parts in self._modules:
                 stack.enter_context(parts.backward_pass())
-            super().backward(tensor, module, *args, **kwargs)
+            weighted = tensor if self._share.weight == 1 else tensor * self._share.weight
+            super().backward(weighted, module, *args, **kwargs)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if any(parts.plan.shares.samples for parts in self._modules):
+            check_equal_shapes(tensor)
+        return super().all_gather(tensor, group, sync_grads)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, **kwargs)

@@ -25,16 +25,19 @@ class GlobalBatchLoader:
         seed: int,
         epoch: Callable[[], int],
         note: Callable[[PreparedShare | None], None],
+        begin: Callable[[], None],
         batches_begun: Callable[[], int],
     ) -> None:
         """`epoch` returns the number of the epoch, and `batches_begun` how many of its batches were begun, or 0 at its
-        end. `note` is called with each share before it is yielded, and with None at the end."""
+        end. `begin` is called when a loop begins; `note` with each share before it is yielded, and with None at the
+        end."""
         check_divisible(loader)
         self._loader = loader
         self._share = share
         self._seed = seed
         self._epoch = epoch
         self._note = note
+        self._begin = begin
         self._batches_begun = batches_begun
         self._skipped = 0
 
@@ -42,6 +45,7 @@ class GlobalBatchLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
+        self._begin()
         skipped, self._skipped = self._skipped, 0
         loader = self._loader
         if skipped:  # their samples are not read

@@ -3,7 +3,13 @@
 from collections.abc import Iterable
 from typing import Literal
 
-from meshwright.compat.plan_argument import PlanArgument, read_plan, refuse_shards, refuse_shares, with_precision
+from meshwright.compat.plan_argument import (
+    PlanArgument,
+    read_plan,
+    refuse_adaptive_shares,
+    refuse_shards,
+    with_precision,
+)
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.train.step.own_loop import why_only_step
@@ -65,7 +71,7 @@ def check_loop_plan(plan: Plan) -> None:
             " session(self, plan) that returns mw.parallelize(…) of the part that is the model, or choose a plan of"
             " replicas and shards"
         )
-    refuse_shares(plan, "Lightning")
+    refuse_adaptive_shares(plan, "Lightning")
     refuse_shards(plan, "Lightning")
     if plan.gradients.servers:
         raise InputError(

@@ -17,8 +17,10 @@ from meshwright.checkpoint.load import find_newest_valid
 from meshwright.checkpoint.save import clear_unfinished
 from meshwright.compat.lightning.global_batches import GlobalBatchLoader
 from meshwright.compat.lightning.run_outputs import RunCheckpoints, RunLogger, StopAndReport
+from meshwright.compat.lightning.shares import batch_share
 from meshwright.compat.lightning.trainer_strategy import MeshwrightStrategy
 from meshwright.compat.lightning_job import MODULE_LOADERS
+from meshwright.compat.loaders import check_full_batch
 from meshwright.data.batch import SampleShare
 from meshwright.data.prepared import PreparedShare
 from meshwright.errors import InputError
@@ -42,14 +44,20 @@ class RunStrategy(MeshwrightStrategy):
         self._seed = seed
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        share = SampleShare(self.global_rank, self.world_size, 0, 1)
-        return GlobalBatchLoader(dataloader, share, self._seed, self._epoch, self._note_share, self._batches_begun)
+        assert self.lightning_module is not None
+        is_training = self.lightning_module.trainer.training
+        share = SampleShare(self.global_rank, self.world_size, 0, 1, self.plan.shares.samples if is_training else ())
+        if is_training and share.samples and getattr(dataloader, "batch_size", None) is not None:
+            check_full_batch(dataloader.batch_size, share.samples)
+        note = self._shares.add_loader() if is_training else lambda _: None
 
-    def _note_share(self, share: PreparedShare | None) -> None:
-        """Sets the weight of this rank's loss: ranks may have different numbers of samples."""
-        is_known = share is not None and share.global_samples
-        weight = share.samples * self.world_size / share.global_samples if share is not None and is_known else 1.0
-        self.precision_plugin.loss_weight = weight
+        def note_share(share: PreparedShare | None) -> None:
+            """Ranks may have different numbers of samples. At the end of a loop, batches may still be ahead."""
+            if share is not None and share.global_samples:
+                note(batch_share(share.samples, share.global_samples, self.world_size))
+
+        counts = (self._epoch, note_share, lambda: note(None), self._batches_begun)
+        return GlobalBatchLoader(dataloader, share, self._seed, *counts)
 
     def _epoch(self) -> int:
         assert self.lightning_module is not None

@@ -12,6 +12,8 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
 
 from meshwright.batch import at_least_fp32
 from meshwright.compat.lightning.automatic_plan import choose_plan
@@ -40,8 +42,10 @@ from meshwright.compat.lightning.session_hook import (
     make_session,
     save_session,
 )
+from meshwright.compat.lightning.shares import BatchShare, ShareLoader, SharesOfLoaders, check_equal_shapes
 from meshwright.compat.plan_argument import PlanArgument
 from meshwright.compat.whole_states import divide_loaded_state, whole_optimizer_state
+from meshwright.data.prepared import PreparedShare
 from meshwright.errors import InputError
 from meshwright.exchange import all_gather_values
 from meshwright.launch.torch_private import add_gloo_for_cpu_tensors
@@ -75,6 +79,9 @@ class MeshwrightStrategy(DDPStrategy):
         self._checkpoint_format = checkpoint_format
         self._loaded_folder = False  # whether the checkpoint that was loaded last is a folder
         self._forward_redirection = _ForwardRedirection()
+        self._shares = SharesOfLoaders()
+        self._share = BatchShare()  # of the batch that is trained on
+        self._is_in_training_step = False
 
     @property
     def plan(self) -> Plan:
@@ -130,6 +137,11 @@ class MeshwrightStrategy(DDPStrategy):
         self._plan = plan = self._read_plan(trainer)
         check_loop_plan(plan)
         check_ranks(plan, self.world_size)
+        if plan.shares.samples and is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+            raise InputError(
+                f"the plan ({plan.summary()}) has shares, but {type(module).__name__}.training_step takes"
+                " dataloader_iter, so that the share of its batch is not known: let it take batch"
+            )
         return ModuleParts(module, plan, self.root_device, self.world_size, in_parts=not module.automatic_optimization)
 
     @property
@@ -137,6 +149,14 @@ class MeshwrightStrategy(DDPStrategy):
         if self.session is None:
             return {"num_replicas": self.world_size, "rank": self.global_rank}
         return {"num_replicas": self.plan.data_ranks, "rank": self.session.parallel.position.data_rank}
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Divides the batches of a loader for training by the plan's shares; others are divided evenly."""
+        assert self.lightning_module is not None
+        if not self.plan.shares.samples or not self.lightning_module.trainer.training:
+            return dataloader
+        data_rank = self.distributed_sampler_kwargs["rank"]
+        return ShareLoader(dataloader, self.plan.shares.samples, data_rank, self._shares.add_loader())
 
     def _read_plan(self, trainer: Any) -> Plan:
         argument = self._plan_argument
@@ -178,8 +198,39 @@ class MeshwrightStrategy(DDPStrategy):
 
     # ---- steps
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Sets the weight of this rank's loss, and the number of samples by which `self.log` weights its means."""
+        self._share = self._shares.begin()
+        self.precision_plugin.loss_weight = self._share.weight
+        if self._share.samples is not None:
+            assert self.lightning_module is not None
+            results = self.lightning_module.trainer._results
+            assert results is not None
+            results.batch_size = self._share.samples
+            if self.session is not None:
+                self.session.note_share(PreparedShare(batch, self._share.samples, self._share.global_samples))
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return at_least_fp32(self._run_step("training_step", *args, **kwargs))
+        self._is_in_training_step = True
+        try:
+            return at_least_fp32(self._run_step("training_step", *args, **kwargs))
+        finally:
+            self._is_in_training_step = False
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As Lightning's. What a training step logs as a mean is weighted by the samples of the ranks. Numbers of
+        samples, which Lightning divides by at the end of an epoch, are not rounded."""
+        if isinstance(tensor, Tensor) and reduce_op in ("mean", "avg"):
+            if not tensor.is_floating_point():
+                tensor = tensor.double()
+            elif self._is_in_training_step and self._share.weight != 1:
+                tensor = tensor * self._share.weight
+        return super().reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        if self._plan is not None and self._plan.shares.samples:
+            check_equal_shapes(tensor)
+        return super().all_gather(tensor, group, sync_grads)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._run_step("validation_step", *args, **kwargs)

@@ -231,7 +231,7 @@ class OwnLoop:
 
         def note(share: PreparedShare | None) -> None:
             if (session := this()) is not None:
-                session._prepared_share = share
+                session.note_share(share)
                 if session.shares is not None and share is not None:
                     session.shares.note_batch(share.number)
 
@@ -242,6 +242,10 @@ class OwnLoop:
         return PreparedLoader(
             loader, self._share(), self.seed, steps, note, lambda batch: move_to_device(batch, device)
         )
+
+    def note_share(self, share: PreparedShare | None) -> None:
+        """Tells what the loop trains on at the moment, if a loader that knows it has given it; None at its end."""
+        self._prepared_share = share
 
     def _check_same_samples(self, dataset: Any, loading: LoadingOptions | None = None) -> None:
         """Raises an `InputError` if the samples, or the weights by which `loading` draws them, differ between ranks."""
