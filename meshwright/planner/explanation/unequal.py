@@ -5,7 +5,9 @@ from itertools import groupby, pairwise
 from meshwright.plan import Plan
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.model_summary import ModelSummary
+from meshwright.planner.preference import ERROR
 from meshwright.planner.search_result import PricedPlan
+from meshwright.planner.unequal.division import why_no_shares
 from meshwright.simulator.pipeline.order import stages_of_rank
 from meshwright.simulator.predict import GroupPrediction, Prediction
 
@@ -148,7 +150,10 @@ def _even(best: PricedPlan, inputs: PlanningInputs) -> str:
         return "All data ranks are alike, and get equal shares of a batch."
     if _SHARES in inputs.constraints.fixed:
         return "All data ranks get equal shares of a batch, as the constraints say; the slowest decides."
+    reason = why_no_shares(best.plan, inputs)
+    if reason is not None:
+        return f"All data ranks get equal shares of a batch, because others could not be run: {reason}."
     return (
-        "All data ranks get equal shares of a batch: with shares by speed, the step would not be shorter by more than"
-        " the error of predictions, or the plan could not be run."
+        "All data ranks get equal shares of a batch, because with shares by speed the step would not be shorter by more"
+        f" than the error of predictions ({ERROR:.0%} of the time that differs)."
     )

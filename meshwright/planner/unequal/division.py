@@ -83,12 +83,23 @@ def divided_again(
 
 def _can_run(plan: Plan, inputs: PlanningInputs) -> bool:
     """Whether a run can divide the batch unequally under this plan."""
+    return _why_not(plan, inputs) is None
+
+
+def why_no_shares(plan: Plan, inputs: PlanningInputs) -> str | None:
+    """Returns why no run can divide a batch unequally under this plan, which divides it evenly; None if one can."""
+    return _why_not(_with_samples(plan, (2, *(1,) * (plan.data_ranks - 1))), inputs)
+
+
+def _why_not(plan: Plan, inputs: PlanningInputs) -> str | None:
     try:
         Plan.model_validate(plan.model_dump())
         inputs.check_plan(plan)
-    except (InputError, ValidationError):
-        return False
-    return True
+    except InputError as error:
+        return str(error)
+    except ValidationError as error:
+        return str(error.errors()[0]["msg"]).removeprefix("Value error, ")
+    return None
 
 
 def _by_speed(

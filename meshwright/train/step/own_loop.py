@@ -5,8 +5,8 @@ loss = session.mean(value)             the same for a loss that the loop compute
 session.backward(loss)                 leaves the mean of the data ranks' gradients in the parameters
 session.optimizer.step()
 
-mean                 = Σ over data ranks of (count · value) / Σ of the counts                            _GlobalMean
-gradient on a rank   = data ranks · count / Σ of the counts · gradient of the rank's own value           _GlobalMean
+mean                 = Σ over data ranks of (count · value) / Σ of the counts                            GlobalMean
+gradient on a rank   = data ranks · count / Σ of the counts · gradient of the rank's own value           GlobalMean
 gradient             = mean of these over the data ranks                                                 backward
 """
 
@@ -32,6 +32,8 @@ from meshwright.limits import is_number
 from meshwright.parallel.model import ParallelModel
 from meshwright.parallel.replicate.unused import UnusedParameters
 from meshwright.plan import Plan
+from meshwright.plan_fields.shares import describe_shares
+from meshwright.train.loss.global_mean import GlobalMean, is_mean_of_ranks
 from meshwright.train.loss.loss import Loss
 from meshwright.train.shares.adaptive import AdaptiveShares
 from meshwright.train.step.batch import cut_share, move_to_device, samples_in
@@ -145,7 +147,7 @@ class OwnLoop:
             contributes = parallel.position.first_of_data_rank
             sums = parallel.sums.start(sums if contributes else torch.zeros_like(sums))()
         divisor = torch.ones_like(sums[1]) if count is None else sums[1] + (sums[1] == 0)
-        mean: Tensor = _GlobalMean.apply(value, weight * ranks / divisor, sums[0] / divisor)
+        mean: Tensor = GlobalMean.apply(value, weight * ranks / divisor, sums[0] / divisor)
         return mean
 
     @explains_errors
@@ -160,6 +162,13 @@ class OwnLoop:
             raise InputError(
                 f"session.backward takes a loss with a gradient, one number, and this is {_describe_loss(loss)}: give"
                 " what session.forward or session.mean returned"
+            )
+        if self._parallel.plan.shares.samples and not is_mean_of_ranks(loss):
+            samples = describe_shares(self._parallel.plan.shares.samples)
+            raise InputError(
+                f"the plan has shares ({samples}), so the ranks' losses have different weights: give"
+                " session.backward(session.mean(loss)), or session.mean(loss, count) for a mean over other things than"
+                " the samples of a prepared loader"
             )
         self._report("backward")
         self._parallel.backward(loss, synchronize=self._synchronizes, retain_graph=retain_graph)
@@ -334,16 +343,3 @@ def why_only_step(plan: Plan) -> str | None:
     if plan.gradients.powersgd_rank:
         return "gradients.powersgd_rank is for session.step: call it instead, or set powersgd_rank to 0"
     return None
-
-
-class _GlobalMean(torch.autograd.Function):
-    """Returns `mean`; its gradient with respect to `value`, this rank's part of it, is `scale`."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, scale: Tensor, mean: Tensor) -> Tensor:
-        ctx.scale = scale
-        return mean.to(value.dtype).reshape(value.shape)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient * ctx.scale.to(gradient.dtype), None, None

@@ -44,6 +44,13 @@ def test_any_number_of_workers_and_servers_trains_the_same(workers: int, servers
     train_and_compare(server_case("ignored targets", server_plan(workers, servers), clip_norm=0.5), "ignored targets")
 
 
+@pytest.mark.parametrize("servers", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_workers_with_unequal_shares_train_the_same(servers: int) -> None:
+    """The last batch of an epoch has one sample."""
+    plan = server_plan(3, servers, shares=[5, 2, 1])
+    train_and_compare(server_case("ignored targets", plan, clip_norm=0.5), "ignored targets")
+
+
 def test_parameters_that_no_worker_used_have_no_gradient() -> None:
     """With a gradient of zero AdamW would decay them."""
 
