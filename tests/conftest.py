@@ -3,6 +3,7 @@
 import errno
 import gc
 import os
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -115,7 +116,7 @@ _LONG = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shard", metavar="I/N", help="run the I-th of N equal parts of every file's tests")
+    parser.addoption("--shard", metavar="I/N", help="run the I-th of N parts: of each matrix of tests every N-th case")
 
 
 @pytest.hookimpl(trylast=True)
@@ -137,16 +138,18 @@ def pytest_collection_finish() -> None:
 
 
 def _tests_of_shard(items: list[pytest.Item], shard: str) -> list[pytest.Item]:
+    """Deals out the cases of each test function to the shards in turn, beginning with one that depends on the
+    function's name. So each shard has a part of every large matrix, and a new test changes the shards of no other
+    function."""
     number, count = (int(part) for part in shard.split("/"))
     if not 1 <= number <= count:
         raise pytest.UsageError(f"--shard {shard}: write I/N with 1 <= I <= N")
-    by_file: dict[str, list[pytest.Item]] = {}
+    next_shard: dict[str, int] = {}
+    selected = []
     for item in items:
-        by_file.setdefault(item.path.as_posix(), []).append(item)
-    selected = {
-        id(item)
-        for first, tests in enumerate(by_file.values())  # files with few tests begin at different shards
-        for position, item in enumerate(tests)
-        if (first + position * count // len(tests)) % count == number - 1
-    }
-    return [item for item in items if id(item) in selected]
+        function = item.nodeid.partition("[")[0]
+        position = next_shard.setdefault(function, zlib.crc32(function.encode()))
+        if position % count == number - 1:
+            selected.append(item)
+        next_shard[function] = position + 1
+    return selected
