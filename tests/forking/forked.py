@@ -6,6 +6,7 @@ signals, and starts its ranks as `python -m meshwright` does.
 """
 
 import atexit
+import ctypes
 import importlib
 import os
 import runpy
@@ -13,6 +14,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from meshwright.launch import environment
+from meshwright.launch.failure import UNFINISHED
 from meshwright.launch.local import fork_server
 from meshwright.launch.local.fork_server import ForkedRank, ForkServer
 from tests.forking.environment import REPOSITORY
@@ -225,7 +228,49 @@ def run_module(module: str, *words: str) -> None:
 
 
 def torchrun(*arguments: str) -> None:
-    """Runs torchrun. The ranks that it starts are new Python processes."""
+    """Runs torchrun. Its ranks are forked from a copy of this process, made before torchrun has started threads."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
     from torch.distributed.run import main as run
 
-    run(arguments)
+    server = _TorchrunServer(_IMPORTED, fork_server._fork(_IMPORTED))
+
+    def fork_rank(handler: Any, command: Sequence[str], variables: Mapping[str, str]) -> ForkedRank:
+        words = [os.getcwd(), "tests.forking.forked:run_python", variables["RANK"], variables["WORLD_SIZE"]]
+        words += [word for word in command[1:] if word != "-u"]
+        files = {1: handler._stdout, 2: handler._stderr}
+        streams = {0: 0, **{number: file.fileno() if file else number for number, file in files.items()}}
+        return server.start_rank("tests.forking.forked", words, variables, streams)
+
+    SubprocessHandler._popen = fork_rank  # type: ignore[method-assign, assignment]
+    try:
+        run(arguments)
+    finally:
+        server.close()
+
+
+class _TorchrunServer(ForkServer):
+    """Forks processes whose exit codes are those of programs, which may end themselves."""
+
+    def exit_code(self, pid: int) -> int | None:
+        code = super().exit_code(pid)
+        return 0 if code == UNFINISHED else code
+
+
+def run_python(rank: str, world_size: str, *words: str) -> NoReturn:
+    """Does what `python WORDS` does in a rank of torchrun, and ends as it does, with the teardown of C++ libraries."""
+    os.environ.update({"RANK": rank, "WORLD_SIZE": world_size})
+    code = 0
+    try:
+        if words[0] == "-m":
+            run_module(*words[1:])
+        else:
+            sys.argv, sys.path[0] = list(words), str(Path(words[0]).parent)
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        code = int(end.code or 0)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ctypes.CDLL(None).exit(code)
+    raise AssertionError("the process has ended")
