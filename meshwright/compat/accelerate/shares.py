@@ -92,8 +92,8 @@ class SharedBatches(accelerate.Accelerator):
             sampler = getattr(sampler, "batch_sampler", None)
         if not isinstance(sampler, ShareBatchSampler):
             return None
-        is_short = loader.end_of_dataloader and sampler.short_batch is not None
-        return share_sizes(sampler.short_batch if is_short else sampler.global_batch, sampler.samples)
+        short_batch = sampler.short_batch if loader.end_of_dataloader else None
+        return share_sizes(sampler.global_batch if short_batch is None else short_batch, sampler.samples)
 
     def gather(self, tensor: Any) -> Any:
         """As Accelerate's; under a plan with shares, processes may have different numbers of rows."""

@@ -44,7 +44,7 @@ DATA: dict[str, tuple[type[Dataset[Any]], LoadingOptions]] = {
 
 def train(
     rank: int, size: int, shares: list[int], gradients: dict[str, Any], data: str = "samples", **groups: Any
-) -> tuple[list[float], dict[str, Tensor], dict[str, float]]:
+) -> tuple[list[float], dict[str, Tensor], dict[str, float] | None]:
     """Trains two epochs of 96 samples in batches of 22, and evaluates. Returns losses, weights and metrics."""
     plan = Plan.model_validate(
         {"axes": {"replicate": size}, "gradients": {"bucket_bytes": 9000, **gradients}, "shares": shares, **groups}
