@@ -18,7 +18,7 @@ from meshwright.cli.options import (
     check_output,
     path_option,
 )
-from meshwright.cli.plan_problem import PlanProblem, PlanRequest, SampleSizes, load_problem
+from meshwright.cli.plan_problem import PlanProblem, PlanRequest, SampleSizes, load_problem, rare_collection
 from meshwright.cli.questions.options import (
     Avoid,
     Batch,
@@ -125,19 +125,20 @@ def plan(
         raise InputError(f"{given} is for one plan: leave it out of a question; --html draws the answer")
     job_settings, fixed_settings = plan_settings(settings or [])
     constraints = read_constraints([*fixed_settings, *(fix or [])], avoid or [], max_memory, precision)
-    with phase("importing PyTorch"):
-        import meshwright.auto.choose  # noqa: F401
-    begin = perf_counter()
-    question.check_values(cluster)
-    machines = question.read_clusters()[0] if question.goal else cluster
-    sizes = SampleSizes(global_batch, sequence, image)
-    problem = load_problem(PlanRequest(job, job_settings, sizes, constraints, machines, plan, exact, top))
-    if is_question:
-        with phase("answering the question"):
-            answer = ask(question, problem)
-        print_answer(answer, html, problem.request.title, round(perf_counter() - begin, 3), as_json)
-    else:
-        _find_plans(problem, begin, _Output(output, html, details, full, as_json))
+    with rare_collection():
+        with phase("importing PyTorch"):
+            import meshwright.auto.choose  # noqa: F401
+        begin = perf_counter()
+        question.check_values(cluster)
+        machines = question.read_clusters()[0] if question.goal else cluster
+        sizes = SampleSizes(global_batch, sequence, image)
+        problem = load_problem(PlanRequest(job, job_settings, sizes, constraints, machines, plan, exact, top))
+        if is_question:
+            with phase("answering the question"):
+                answer = ask(question, problem)
+            print_answer(answer, html, problem.request.title, round(perf_counter() - begin, 3), as_json)
+        else:
+            _find_plans(problem, begin, _Output(output, html, details, full, as_json))
 
 
 def _find_plans(problem: PlanProblem, begin: float, output: _Output) -> None:

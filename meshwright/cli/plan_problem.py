@@ -1,5 +1,8 @@
 """What `meshwright plan` plans: the job or the model, the constraints, and the cluster."""
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +18,21 @@ if TYPE_CHECKING:
     from meshwright.planner.inputs import PlanningInputs
     from meshwright.planner.profiles import Profiles
     from meshwright.train.job_parts import JobParts
+
+
+_RARELY = 100
+
+
+@contextmanager
+def rare_collection() -> Iterator[None]:
+    """Within this context, Python looks for garbage in cycles 100 times as rarely. Planning makes millions of small
+    values, few of them in cycles, and each time all that PyTorch and the model consist of would be gone through."""
+    first, *others = gc.get_threshold()
+    gc.set_threshold(_RARELY * first, *others)
+    try:
+        yield
+    finally:
+        gc.set_threshold(first, *others)
 
 
 @dataclass(frozen=True)

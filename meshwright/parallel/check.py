@@ -12,7 +12,7 @@ from meshwright.errors import InputError
 from meshwright.parallel.branches.check import check_branches, has_assigned_branches, without_branch_splits
 from meshwright.parallel.chunked_loss.head import check_loss_chunks, head_to_join
 from meshwright.parallel.expert.check import ExpertFacts, check_expert_axis, check_experts, expert_facts
-from meshwright.parallel.pipeline.check import check_pipeline
+from meshwright.parallel.pipeline.check import check_microbatches, check_pipeline
 from meshwright.parallel.pipeline.stage_dataflow import cuts_of_plan
 from meshwright.parallel.tensor.split_modules import check_splits
 from meshwright.parallel.torch_private import AnyBatchNorm
@@ -49,6 +49,20 @@ def checker_of_structure(structure: ModelStructure) -> Callable[[Plan], None]:
     def facts() -> ExpertFacts:
         return expert_facts(model)
 
+    accepted: set[tuple[object, ...]] = set()
+
+    def check_divisions(plan: Plan) -> None:
+        """Checks what the structure of the model decides. A search asks about thousands of plans that differ in nothing
+        that this depends on, so what was accepted is kept."""
+        key = _division_key(plan)
+        if key is not None and key in accepted:
+            check_microbatches(plan)
+            return
+        check_branches(plan, model, flow)
+        check_structure(plan, model, structure_for(plan, structure))
+        if key is not None:
+            accepted.add(key)
+
     def check(plan: Plan) -> None:
         check_runnable(plan)
         check_cast(plan, model)
@@ -59,10 +73,19 @@ def checker_of_structure(structure: ModelStructure) -> Callable[[Plan], None]:
         if plan.compute.loss_chunks > 1:
             head_to_join(plan, model, structure.head)
         if needs_structure(plan):
-            check_branches(plan, model, flow)
-            check_structure(plan, model, structure_for(plan, structure))
+            check_divisions(plan)
 
     return check
+
+
+def _division_key(plan: Plan) -> tuple[object, ...] | None:
+    """All that `check_branches` and `check_structure` depend on, apart from the number of microbatches. None for a plan
+    that names modules."""
+    axes, pipeline, modules = plan.axes, plan.pipeline, plan.modules
+    if modules.splits or modules.branches:
+        return None
+    sizes = axes.context > 1, axes.tensor, axes.pipeline, axes.shard > 1
+    return (*sizes, pipeline.schedule, pipeline.cuts, modules.sequence, modules.loss)
 
 
 def structure_for(plan: Plan, structure: ModelStructure) -> Structure:

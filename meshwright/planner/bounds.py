@@ -26,7 +26,7 @@ The guess decides in which order candidates are simulated and when the search en
 floors exclude candidates.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -46,6 +46,9 @@ from meshwright.simulator.experts import expert_group, gathered_share, routed_by
 # bucket is ready only at the end of the pass. This chosen value affects which candidates are simulated and in which
 # order, but no prediction.
 _OVERLAPPED = 0.8
+
+# What the passes of a candidate depend on, beside the tensor and the pipeline axis.
+_PASS_FIELDS = ("recompute", "schedule", "stages_per_rank", "microbatches", "microbatch_samples")
 
 _Stages = list[tuple[int, int]]  # [begin, end): the pieces of each stage
 
@@ -78,8 +81,9 @@ class BoundCalculator:
     inputs: PlanningInputs
     _piece_seconds: dict[float, tuple[PrefixSums, PrefixSums, PrefixSums]] = field(default_factory=dict)
     _collective_seconds: dict[tuple[Collective, float, RankGroup], float] = field(default_factory=dict)
+    _stage_ranges: dict[tuple[int, str], _Stages] = field(default_factory=dict)
     _groups: dict[tuple[AxisSizes, tuple[str, ...]], RankGroup] = field(default_factory=dict)
-    _pass_seconds: dict[Candidate, _PassSeconds] = field(default_factory=dict)
+    _pass_seconds: dict[tuple[Any, ...], _PassSeconds] = field(default_factory=dict)
     _largest_weights: dict[tuple[Any, ...], WeightBytes] = field(default_factory=dict)
     _piece_sums: dict[tuple[int, str], PieceSums] = field(default_factory=dict)
     _gathered: dict[tuple[int, float], float] = field(default_factory=dict)
@@ -112,8 +116,10 @@ class BoundCalculator:
         cuts = self.summary.cuts(candidate.stages, candidate.recompute)
         if cuts is None:
             return None
-        edges = [0, *(piece + 1 for piece in cuts), pieces]
-        return list(pairwise(edges))
+        key = (candidate.stages, candidate.recompute)
+        if key not in self._stage_ranges:
+            self._stage_ranges[key] = list(pairwise([0, *(piece + 1 for piece in cuts), pieces]))
+        return self._stage_ranges[key]
 
     # ---- memory
 
@@ -285,7 +291,7 @@ class BoundCalculator:
         """Returns the seconds of the candidate's passes. They are cached without the replicate and shard axes, because
         they do not depend on these."""
         sizes = candidate.sizes
-        key = replace(candidate, sizes=AxisSizes(sizes.tensor, sizes.pipeline))
+        key = (sizes.tensor, sizes.pipeline, *(getattr(candidate, name) for name in _PASS_FIELDS))
         if key not in self._pass_seconds:
             seconds = self._stage_seconds(candidate, stages)
             forward, backward = (sum(both) / sizes.pipeline for both in zip(*seconds, strict=True))

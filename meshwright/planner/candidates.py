@@ -85,6 +85,8 @@ class AxisSizes:
     @property
     def without_context(self) -> "AxisSizes":
         """The sizes of a plan in which ranks exchange weights and gradients as in this one (simulator/context.py)."""
+        if self.context == 1:
+            return self
         joined = "shard" if self.shard > 1 else "replicate"
         return replace(self, context=1, **{joined: getattr(self, joined) * self.context})
 
@@ -121,8 +123,9 @@ class Candidate:
         """A candidate without a context axis whose ranks compute and keep as much: part of the samples instead of part
         of their tokens."""
         context = self.sizes.context
-        samples = self.microbatch_samples / context if context > 1 else self.microbatch_samples
-        return replace(self, sizes=self.sizes.without_context, microbatch_samples=samples)
+        if context == 1:
+            return self
+        return replace(self, sizes=self.sizes.without_context, microbatch_samples=self.microbatch_samples / context)
 
     @property
     def activation_parts(self) -> int:

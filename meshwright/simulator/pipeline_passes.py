@@ -149,7 +149,7 @@ class _PipelineShape:
     microbatches: int
 
     def order(self, microbatches: int) -> Order:
-        return _order(self.schedule, self.ranks, self.stages_per_rank, microbatches)
+        return pipeline_order(self.schedule, self.ranks, self.stages_per_rank, microbatches)
 
 
 # Plans that the planner predicts one after the other often differ in nothing that a pass depends on.
@@ -165,11 +165,6 @@ def _pipeline_spans(
         span_s, longest = _span(shape, actions.action_s, actions.transfer_s)
     span_without_transfers_s, _ = _span(shape, actions.action_s, _no_transfer_s)
     return span_s, span_without_transfers_s, longest
-
-
-@lru_cache(maxsize=64)
-def _order(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> Order:
-    return pipeline_order(schedule, ranks, stages_per_rank, microbatches)
 
 
 def _span(

@@ -5,6 +5,7 @@ memory   of the rank that needs most or, on machines that are not alike, that fi
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from meshwright.cluster.cluster import Cluster, Device, Node
 from meshwright.errors import InputError
@@ -19,6 +20,7 @@ from meshwright.simulator.experts import check_expert_ranks, worst_buffer_bytes
 from meshwright.simulator.memory.device_memory import CPU_MEMORY, CUDA_MEMORY, DeviceMemory
 from meshwright.simulator.memory.peak import MemoryPrediction, rank_memories
 from meshwright.simulator.pipeline.timeline import Timeline
+from meshwright.simulator.profile_cache import ProfileCache
 from meshwright.simulator.runtime import OUR_RUNTIME, Runtime
 from meshwright.simulator.step import StepTime, predict_step
 
@@ -63,6 +65,9 @@ class Prediction:
     def fullest_device(self) -> Device | None:
         """The device whose memory is `memory`; None if all devices are alike."""
         return max((group.fullest for group in self.groups), key=_filled)[1] if self.groups else None
+
+
+_MEMORIES: ProfileCache[list[MemoryPrediction]] = ProfileCache(1024)
 
 
 def predict_plan(
@@ -198,12 +203,22 @@ def memory_by_device(
 def _rank_memories(
     cluster: Cluster, profile: ModelProfile, plan: Plan, samples: int, optimizer: OptimizerCost, runtime: Runtime
 ) -> list[MemoryPrediction]:
-    """The peak memory of each pipeline rank, or rank with other branches, with `samples` in a microbatch."""
+    """The peak memory of each pipeline rank, or rank with other branches, with `samples` in a microbatch. It does not
+    depend on how ranks combine gradients, or on how fast devices and links are."""
+    device = device_memory(cluster, runtime.checkpoint_copies)
+    groups = plan.model_dump_json(exclude={"gradients", "shares"})
+    key = (groups, samples, optimizer, runtime, device)
+    make = partial(_predict_rank_memories, device, profile, plan, samples, optimizer, runtime)
+    return _MEMORIES.get(profile, key, make)
+
+
+def _predict_rank_memories(
+    device: DeviceMemory, profile: ModelProfile, plan: Plan, samples: int, optimizer: OptimizerCost, runtime: Runtime
+) -> list[MemoryPrediction]:
     rank_samples = samples / plan.axes.context
     profile = chunked_profile(rank_memory_profile(profile, plan), plan.compute.loss_chunks)
     profile = compiled_profile(profile, plan, rank_samples)
     optimizer = optimizer.fused() if plan.compute.fused_optimizer else optimizer
-    device = device_memory(cluster, runtime.checkpoint_copies)
     inputs = runtime.memory_inputs(profile, plan, optimizer, device)
     return rank_memories(inputs.profile, without_context(plan), rank_samples, inputs.optimizer, inputs.device)
 

@@ -1,11 +1,9 @@
-"""`ProfileCache`: values that follow from a profile, for the profiles that were used last. A planner predicts many
-plans that divide, cut or compile a model in the same way."""
+"""`ProfileCache`: values that follow from a profile, or from another large value, for those that were used last. A
+planner predicts many plans that divide, cut or compile a model in the same way."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
-
-from meshwright.profile.values import ModelProfile
 
 Value = TypeVar("Value")
 
@@ -16,9 +14,9 @@ class ProfileCache(Generic[Value]):
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._values: OrderedDict[tuple[int, Hashable], tuple[ModelProfile, Value]] = OrderedDict()
+        self._values: OrderedDict[tuple[int, Hashable], tuple[object, Value]] = OrderedDict()
 
-    def get(self, profile: ModelProfile, key: Hashable, make: Callable[[], Value]) -> Value:
+    def get(self, profile: object, key: Hashable, make: Callable[[], Value]) -> Value:
         """Returns the value of `make`, which must follow from the profile and the key alone."""
         whole_key = (id(profile), key)
         if whole_key in self._values:

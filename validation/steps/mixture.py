@@ -3,10 +3,11 @@ and tf32 and compares them with predictions, and times grouped products as a cal
 
 Three figures are printed for each precision: the measured step, the prediction with the calibration of the reference
 GPU, and the prediction with the grouped products that were timed here added to it. The timed rows are written to FILE
-in the form of `reference_gpu.yaml`.
+in the form of `reference_gpu_operators.jsonl`.
 """
 
 import gc
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,12 +56,9 @@ def with_rows(cluster: Cluster, rows: list[dict[str, Any]]) -> Cluster:
 
 
 def describe(row: dict[str, Any]) -> str:
-    """One line of `reference_gpu.yaml`."""
-    shape = ", ".join(map(str, row["shape"]))
-    return (
-        f"- {{operator: {row['operator']}, direction: {row['direction']}, dtype: {row['dtype']}, shape: [{shape}],"
-        f" flops: {row['flops']:.5g}, bytes: {row['bytes']:.5g}, seconds: {row['seconds']:.5g}}}"
-    )
+    """One line of `reference_gpu_operators.jsonl`."""
+    numbers = {name: float(f"{row[name]:.5g}") for name in ("flops", "bytes", "seconds")}
+    return json.dumps({name: row[name] for name in ("operator", "direction", "dtype", "shape")} | numbers)
 
 
 def main(file: str | None = None) -> None:

@@ -3,10 +3,12 @@
 from pathlib import Path
 from time import perf_counter
 
+from meshwright.cli.plan_problem import rare_collection
 from meshwright.cli.questions.plan_questions import print_answer
 from meshwright.cli.ready_jobs import find_job
 
 
+@rare_collection()
 def print_diagnosis(job: str, settings: list[str], cluster: str | None, html: Path | None, as_json: bool) -> None:
     """Prints the diagnosis of a job on a cluster. The cluster is by default that of the job."""
     from meshwright.progress import phase, say

@@ -35,7 +35,7 @@ def check_pipeline(plan: Plan, structure: Structure) -> None:
             "plan.axes.pipeline: chance or data decide which modules of this model run in training, so it cannot be cut"
             " into stages"
         )
-    _check_microbatches(pipeline.schedule, ranks, pipeline.microbatches)
+    check_microbatches(plan)
     cuts = cuts_of_plan(plan, structure)
     if plan.axes.shard > 1:
         _check_shared_parameters(plan, structure, cuts)
@@ -78,8 +78,9 @@ def shared_between_stages_error(name: str, plan: Plan, users: set[int] | None = 
     )
 
 
-def _check_microbatches(schedule: str, ranks: int, microbatches: int) -> None:
+def check_microbatches(plan: Plan) -> None:
     """Refuses the numbers of microbatches that PyTorch's schedules refuse."""
+    schedule, ranks, microbatches = plan.pipeline.schedule, plan.axes.pipeline, plan.pipeline.microbatches
     if schedule == "1f1b" and microbatches < ranks:
         raise InputError(
             f"plan.pipeline.microbatches is {microbatches}, but 1f1b needs as many as ranks: choose at least {ranks},"

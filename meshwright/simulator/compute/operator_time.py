@@ -16,6 +16,7 @@ A BatchNorm of contiguous images is limited by multiprocessors or by memory, whi
 unaligned dimension are slower by the same factor as plain ones (`_unaligned_slowdown`).
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -27,8 +28,8 @@ import numpy as np
 
 from meshwright.cluster.catalog import CATALOG, find_entry
 from meshwright.cluster.cluster import Device, OperatorTime
-from meshwright.cluster.file import load_device
 from meshwright.dtypes import DTYPE_NAMES, Dtype
+from meshwright.files.yaml_file import read_mapping, validate
 from meshwright.profile.values import Operator
 from meshwright.simulator.compute.lookup import (
     SUBSTITUTE_CLASSES,
@@ -41,8 +42,11 @@ from meshwright.simulator.compute.lookup import (
     classify_operator,
 )
 from meshwright.simulator.compute.shape_table import ShapeTable
+from meshwright.simulator.profile_cache import ProfileCache
 
 REFERENCE: Path = CATALOG / "reference_gpu.yaml"
+# A file of its own, one row a line, because JSON is read a hundred times as fast as YAML.
+REFERENCE_OPERATORS: Path = CATALOG / "reference_gpu_operators.jsonl"
 # The share of its fp32 rate that a GPU without tf32 sustains, if the device has no `sustained_shares` for fp32. It is
 # that of the catalog's V100 (meshwright/cluster/catalog/nvidia.yaml, sustained_fp32).
 _SUSTAINED_FP32_BEFORE_TF32 = 0.87
@@ -113,10 +117,19 @@ class DeviceSpeeds:
         return None
 
 
+_SPEEDS: ProfileCache[DeviceSpeeds] = ProfileCache(32)
+_TABLES: ProfileCache[dict[_TableKey, ShapeTable]] = ProfileCache(8)
+
+
 def device_speeds(
     device: Device, dtype: Dtype, cores: int = 1, layout: str = "contiguous", tf32_convolutions: bool = False
 ) -> DeviceSpeeds:
     """The speeds of a GPU, or of a CPU rank with `cores` cores, that computes products in `dtype`."""
+    key = (dtype, cores, layout, tf32_convolutions)
+    return _SPEEDS.get(device, key, lambda: _device_speeds(device, *key))
+
+
+def _device_speeds(device: Device, dtype: Dtype, cores: int, layout: str, tf32_convolutions: bool) -> DeviceSpeeds:
     rates: dict[str, float] = {name: rate * cores for name, rate in device.rates.items()}
     bandwidth = device.bandwidth_bytes_per_s * cores
     if device.operators:
@@ -306,12 +319,10 @@ def _batch_norm_s(operator_class: OperatorClass, table: ShapeTable, speeds: Devi
 # ---- tables from measured operators
 
 
-@lru_cache(maxsize=8)
-def _tables(
-    rows: tuple[OperatorTime, ...], rates: tuple[tuple[str, float], ...], bandwidth: float
+def _shape_tables(
+    rows: tuple[OperatorTime, ...], by_dtype: dict[Dtype, float], bandwidth: float
 ) -> dict[_TableKey, ShapeTable]:
     grouped: dict[_TableKey, list[tuple[tuple[float, ...], float, float]]] = {}
-    by_dtype = dict(rates)
     for row in rows:
         name, sizes = classify_measurement(row)
         least_s = max(row.flops / by_dtype[row.dtype], row.bytes / bandwidth) if row.dtype in by_dtype else 0.0
@@ -343,12 +354,15 @@ def _shape_table(points: list[tuple[tuple[float, ...], float, float]]) -> ShapeT
 
 def shape_tables(device: Device) -> dict[_TableKey, ShapeTable]:
     """The measured shapes of a device, by class, direction, dtype and layout."""
-    return _tables(device.operators, tuple(device.rates.items()), device.bandwidth_bytes_per_s)
+    rows, rates, bandwidth = device.operators, device.rates, device.bandwidth_bytes_per_s
+    return _TABLES.get(rows, (tuple(rates.items()), bandwidth), lambda: _shape_tables(rows, rates, bandwidth))
 
 
 @lru_cache(maxsize=1)
 def reference_gpu() -> tuple[Device, Device]:
     """The GPU whose measured operators are used for GPUs without a calibration, twice: with measured constants and
     operators, and with the constants of its datasheet."""
-    measured = load_device(REFERENCE)
+    rows = [json.loads(line) for line in REFERENCE_OPERATORS.read_text().splitlines()]
+    raw = {**read_mapping(REFERENCE, "device"), "operators": rows}
+    measured = validate(Device, raw, str(REFERENCE))
     return measured, find_entry(measured.name).device

@@ -18,6 +18,7 @@ from meshwright.simulator.compute.operator_time import (
     operator_s,
     reference_gpu,
 )
+from meshwright.simulator.profile_cache import ProfileCache
 from meshwright.simulator.runtime import OUR_RUNTIME, Runtime
 
 # Work of the host, counted in operators that it could launch in that time (`Device.launch_s` each). Measured on the
@@ -31,6 +32,9 @@ WITHOUT_GRADIENTS = 0.34  # an operator of a single-tensor optimizer, which reco
 # Operators per tensor that a single-tensor optimizer is charged with on a CPU core. Chosen, not measured: torch's SGD
 # with momentum runs 3, RMSprop 6 and AdamW 10, each cheaper than an operator that records a gradient.
 _CPU_OPTIMIZER_OPERATORS = 5
+
+
+_PASSES: ProfileCache[tuple[tuple[float, float], DeviceSpeeds]] = ProfileCache(1024)
 
 
 def product_dtype(precision: str) -> Dtype:
@@ -48,6 +52,12 @@ def operator_launch_s(device: Device) -> float:
 def pass_s(profile: ModelProfile, phase: Phase, batch: float, speeds: DeviceSpeeds, tf32: bool) -> tuple[float, float]:
     """The seconds that the device is busy with a pass, and the number of operators that its host launches in the pass.
     The other work of the host in a step is added to the launches of the forward pass, counted in launches."""
+    # The value holds the speeds, so that no other speeds get their id.
+    key = (phase, batch, id(speeds), tf32)
+    return _PASSES.get(profile, key, lambda: (_pass_s(profile, phase, batch, speeds, tf32), speeds))[0]
+
+
+def _pass_s(profile: ModelProfile, phase: Phase, batch: float, speeds: DeviceSpeeds, tf32: bool) -> tuple[float, float]:
     busy, operators = 0.0, 0.0
     if phase == "forward":
         operators += STEP_OVERHEAD + STEP_OVERHEAD_PER_PARAMETER * len(profile.parameters)

@@ -14,6 +14,7 @@ torch.distributed.pipelining runs.
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from itertools import count
 from typing import Literal, NamedTuple
 
@@ -36,6 +37,8 @@ Order = tuple[tuple[Action, ...], ...]
 _Pass = tuple[int, PassKind]
 
 
+# Predictions of the time and the memory of a plan, and of similar plans, need the same orders.
+@lru_cache(maxsize=64)
 def pipeline_order(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> Order:
     """The actions of each rank, in the order in which it runs them."""
     check_schedule(schedule, ranks, stages_per_rank, microbatches)

@@ -12,11 +12,14 @@ twice.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from meshwright.simulator.pipeline.order import Action, Order, PassKind
+from meshwright.simulator.profile_cache import ProfileCache
 
 _NOT_ENDED = -1.0
+_NOTHING_WAITS = -1
 
 
 class Event(NamedTuple):
@@ -58,12 +61,17 @@ class Timeline:
 
 
 def timeline(order: Order, costs: Callable[[Action], float], transfer: Callable[[int, int], float]) -> Timeline:
-    """The timeline of an order. `costs` returns the seconds of an action. `transfer` returns the seconds of a message
-    from one stage to a neighbouring one; it is called only if the two are on different ranks. Raises ValueError if the
-    order deadlocks."""
-    microbatches = 1 + max(action.microbatch for actions in order for action in actions)
-    dependencies = _dependencies(order, transfer, microbatches)
-    ended = [0.0] * microbatches + [_NOT_ENDED] * (2 * len(dependencies["forward"]) * microbatches)
+    """The timeline of an order. `costs` returns the seconds of an action, equal for all microbatches: it is
+    called for one action of each stage and kind. `transfer` returns the seconds of a message from one stage to a
+    neighbouring one; it is called only if the two are on different ranks. Raises ValueError if the order deadlocks."""
+    waits = _WAITS.get(order, (), lambda: _order_waits(order))
+    rank_of = waits.rank_of
+    action_s = [costs(action) for action in waits.actions]
+    delay_s = [
+        transfer(source, action.stage) if rank_of.get(source, rank_of[action.stage]) != rank_of[action.stage] else 0.0
+        for action, source in zip(waits.actions, waits.sources, strict=True)
+    ]
+    ended = [0.0] * waits.microbatches + [_NOT_ENDED] * (2 * len(rank_of) * waits.microbatches)
     starts: list[list[float]] = [[] for _ in order]
     ends: list[list[float]] = [[] for _ in order]
     busy_s = [0.0] * len(order)
@@ -71,59 +79,81 @@ def timeline(order: Order, costs: Callable[[Action], float], transfer: Callable[
     runnable = list(range(len(order)))
     while runnable:
         rank = runnable.pop()
-        actions, started, done, busy = order[rank], starts[rank], ends[rank], busy_s[rank]
+        started, done, busy = starts[rank], ends[rank], busy_s[rank]
         now = done[-1] if done else 0.0
-        while len(done) < len(actions):
-            action = actions[len(done)]
-            stage, microbatch, kind = action
-            needs, ends_at, delay_s = dependencies[kind][stage]
-            needed = ended[needs + microbatch]
+        for kind, needs, ends_at in islice(waits.ranks[rank], len(done), None):
+            needed = ended[needs]
             if needed == _NOT_ENDED:
-                waiting[needs + microbatch] = rank
+                waiting[needs] = rank
                 break
-            if needed + delay_s > now:
-                now = needed + delay_s
+            if needed + delay_s[kind] > now:
+                now = needed + delay_s[kind]
             started.append(now)
-            cost = costs(action)
+            cost = action_s[kind]
             now, busy = now + cost, busy + cost
             done.append(now)
-            if ends_at is not None:
-                ended[ends_at + microbatch] = now
-                if ends_at + microbatch in waiting:
-                    runnable.append(waiting.pop(ends_at + microbatch))
+            if ends_at != _NOTHING_WAITS:
+                ended[ends_at] = now
+                if ends_at in waiting:
+                    runnable.append(waiting.pop(ends_at))
         busy_s[rank] = busy
     _check_finished(order, ends)
     return Timeline(order, tuple(map(tuple, starts)), tuple(map(tuple, ends)), tuple(busy_s))
 
 
-class _Dependency(NamedTuple):
-    """What the actions of one kind and stage wait for. In the list of ends, `needs` is the index of the end of the
-    action that is waited for, and `ends_at` the index at which the action's own end is stored (None if nothing waits
-    for it). Both are those of microbatch 0; the microbatches follow each other. `delay_s` is the transfer between the
-    two."""
+@dataclass(frozen=True)
+class _OrderWaits:
+    """What the actions of an order wait for, whatever they cost.
 
-    needs: int
-    ends_at: int | None
-    delay_s: float
+    actions   one action of each stage and kind; `sources` has the stage that each waits for
+    ranks     for each action of a rank: the index of its stage and kind in `actions`; in the list of ends, the index of
+              the end that it waits for, and the index at which its own end is stored, or `_NOTHING_WAITS`
+    rank_of   the rank of each stage
+    """
+
+    actions: tuple[Action, ...]
+    sources: tuple[int, ...]
+    ranks: tuple[tuple[tuple[int, int, int], ...], ...]
+    rank_of: dict[int, int]
+    microbatches: int
 
 
-def _dependencies(
-    order: Order, transfer: Callable[[int, int], float], microbatches: int
-) -> dict[PassKind, dict[int, _Dependency]]:
-    """The dependencies by kind of action and stage. Position 0 of the chain is the pipeline's input. No action waits
-    for a `weight_backward`."""
+# The planner computes the timelines of a few orders with many costs.
+_WAITS: ProfileCache[_OrderWaits] = ProfileCache(64)
+
+
+def _order_waits(order: Order) -> _OrderWaits:
+    """Position 0 of the chain of positions is the pipeline's input. Nothing waits for a `weight_backward`."""
+    microbatches = 1 + max(action.microbatch for actions in order for action in actions)
     rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
+    kinds: dict[tuple[int, PassKind], tuple[int, int, int]] = {}
+    actions: list[Action] = []
+    sources: list[int] = []
+    ranks = []
+    for rank_actions in order:
+        waits = []
+        for action in rank_actions:
+            stage, microbatch, kind = action
+            if (stage, kind) not in kinds:
+                needs, ends_at, source = _positions(stage, kind, len(rank_of))
+                kinds[stage, kind] = len(actions), needs * microbatches, ends_at * microbatches
+                actions.append(action)
+                sources.append(source)
+            number, needs, ends_at = kinds[stage, kind]
+            waits.append((number, needs + microbatch, ends_at + microbatch if ends_at >= 0 else _NOTHING_WAITS))
+        ranks.append(tuple(waits))
+    return _OrderWaits(tuple(actions), tuple(sources), tuple(ranks), rank_of, microbatches)
 
-    def delay(source: int, stage: int) -> float:
-        return transfer(source, stage) if rank_of.get(source, rank_of[stage]) != rank_of[stage] else 0.0
 
-    forward, backward, weights = {}, {}, {}
-    for stage in rank_of:
-        up, down = (stage + 1) * microbatches, (2 * len(rank_of) - stage) * microbatches
-        forward[stage] = _Dependency(up - microbatches, up, delay(stage - 1, stage))
-        backward[stage] = _Dependency(down - microbatches, down, delay(stage + 1, stage))
-        weights[stage] = _Dependency(down, None, 0.0)
-    return {"forward": forward, "backward": backward, "input_backward": backward, "weight_backward": weights}
+def _positions(stage: int, kind: PassKind, stages: int) -> tuple[int, int, int]:
+    """The position that an action waits for, its own position (negative if nothing waits for it), and the stage at the
+    position that it waits for."""
+    up, down = stage + 1, 2 * stages - stage
+    if kind == "forward":
+        return up - 1, up, stage - 1
+    if kind == "weight_backward":
+        return down, _NOTHING_WAITS, stage
+    return down - 1, down, stage + 1
 
 
 def _check_finished(order: Order, ends: list[list[float]]) -> None:

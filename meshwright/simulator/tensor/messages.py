@@ -48,6 +48,7 @@ from meshwright.dtypes import ITEM_BYTES
 from meshwright.plan import Plan
 from meshwright.profile.structure.splits import SplitGroup, SplitKind
 from meshwright.profile.values import ModelProfile, Operator, Parameter, TraceSegment
+from meshwright.simulator.profile_cache import ProfileCache
 from meshwright.simulator.runtime import OUR_RUNTIME, Runtime
 from meshwright.simulator.tensor.split_profile import SplitShare, split_shares
 from meshwright.simulator.tensor.standalone_splits import is_standalone, with_standalone_splits
@@ -81,12 +82,25 @@ class _SplitOperator:
     tokens: int
 
 
+_MESSAGES: ProfileCache[tuple[list[TensorMessage], list[TensorMessage]]] = ProfileCache(512)
+
+
 def tensor_messages(
     profile: ModelProfile, plan: Plan, batch: float, runtime: Runtime = OUR_RUNTIME
 ) -> tuple[list[TensorMessage], list[TensorMessage]]:
     """The messages of a microbatch along the tensor axis, and those along the replicate axis, which are sent for layers
     that are split over it. `profile` is that of the whole model, or of a pipeline stage that was cut from the result of
     `with_standalone_splits`."""
+    named = tuple((name, split.kind, split.axis) for name, split in plan.modules.splits.items())
+    sizes = (plan.axes.tensor, plan.axes.replicate if named else 1)
+    key = (sizes, plan.modules.sequence, plan.modules.loss, named, runtime.resends_messages(plan), batch, runtime)
+    along_tensor, along_replicate = _MESSAGES.get(profile, key, lambda: _tensor_messages(profile, plan, batch, runtime))
+    return list(along_tensor), list(along_replicate)
+
+
+def _tensor_messages(
+    profile: ModelProfile, plan: Plan, batch: float, runtime: Runtime
+) -> tuple[list[TensorMessage], list[TensorMessage]]:
     profile = runtime.weights_on_tensor_ranks(with_standalone_splits(profile, plan))
     shares = split_shares(profile, plan)
     along_tensor: list[TensorMessage] = []
