@@ -206,7 +206,7 @@ def _rank_memories(
     """The peak memory of each pipeline rank, or rank with other branches, with `samples` in a microbatch. It does not
     depend on how ranks combine gradients, or on how fast devices and links are."""
     device = device_memory(cluster, runtime.checkpoint_copies)
-    groups = plan.model_dump_json(exclude={"gradients", "shares"})
+    groups = plan.model_dump_json(exclude={"gradients"})
     key = (groups, samples, optimizer, runtime, device)
     make = partial(_predict_rank_memories, device, profile, plan, samples, optimizer, runtime)
     return _MEMORIES.get(profile, key, make)
