@@ -5,10 +5,11 @@ batch it gets.
     group         = context × tensor: the neighbouring ranks that share the samples of a data rank on one stage
     device        = that of the group's ranks; of ranks that are not alike, the slowest           data_rank_groups
     samples       = those of `plan.shares`, in proportion to the global batch; else an even share
+    shard part    = that of the rank's coordinate on the shard axis, by `plan.shares.shards`; else an even part
     step          = the longest step of all data ranks: the others wait for it                    predict.py
 
-Data ranks with equal devices and equally many samples are predicted once; one sample fewer counts as equally many,
-because whole samples cannot always be divided among equal ranks.
+Data ranks with equal devices, equal parts and equally many samples are predicted once; one sample fewer counts as
+equally many, because whole samples cannot always be divided among equal ranks.
 """
 
 from collections.abc import Sequence
@@ -29,12 +30,14 @@ from meshwright.simulator.step_inputs import rate_of
 
 @dataclass(frozen=True)
 class DataRankGroup:
-    """Data ranks that are alike: their numbers, the node of each of their pipeline ranks, and how many samples of a
-    global batch the one with most gets. With even shares of a batch that the ranks do not divide, that is the mean."""
+    """Data ranks that are alike: their numbers, the node of each of their pipeline ranks, how many samples of a global
+    batch the one with most gets (with even shares of a batch that the ranks do not divide, the mean), and the part
+    that each of them holds of what the shard axis divides (None: an even part)."""
 
     ranks: tuple[int, ...]
     nodes: tuple[Node, ...]
     samples: float
+    shard_part: float | None = None
 
     @property
     def devices(self) -> str:
@@ -61,7 +64,7 @@ class DataRankGroup:
 
 def is_divided_unequally(cluster: Cluster, plan: Plan) -> bool:
     """Whether data ranks of the plan may take different times for a step."""
-    return bool(plan.shares.samples) or not cluster.is_uniform
+    return bool(plan.shares.samples or plan.shares.uneven_shards) or not cluster.is_uniform
 
 
 def data_rank_groups(cluster: Cluster, plan: Plan, global_batch: int) -> list[DataRankGroup]:
@@ -75,16 +78,19 @@ def data_rank_groups(cluster: Cluster, plan: Plan, global_batch: int) -> list[Da
                 f"shares.samples ({describe_shares(plan.shares.samples)}) leave data rank {samples.index(0)} none of"
                 f" the {global_batch} samples of a batch: give it a larger share, or raise the batch"
             )
-    kinds, groups = cluster.kinds, list[tuple[tuple[int, ...], list[int]]]()
+    kinds, groups = cluster.kinds, list[tuple[tuple[tuple[int, ...], float | None], list[int]]]()
     for rank, of_stages in enumerate(_kinds_of_data_ranks(cluster, plan)):
-        alike = next((ranks for kind, ranks in groups if kind == of_stages and _as_many(samples, ranks, rank)), None)
+        key = of_stages, plan.shard_part(rank % plan.axes.shard) if plan.shares.shards else None
+        alike = next((ranks for other, ranks in groups if other == key and _as_many(samples, ranks, rank)), None)
         if alike is None:
-            groups.append((of_stages, [rank]))
+            groups.append((key, [rank]))
         else:
             alike.append(rank)
     return [
-        DataRankGroup(tuple(ranks), tuple(kinds[kind] for kind in of_stages), max(samples[rank] for rank in ranks))
-        for of_stages, ranks in groups
+        DataRankGroup(
+            tuple(ranks), tuple(kinds[kind] for kind in of_stages), max(samples[rank] for rank in ranks), part
+        )
+        for (of_stages, part), ranks in groups
     ]
 
 

@@ -112,13 +112,13 @@ def predict_plan(
 def _predict_groups(
     cluster: Cluster, profile: ModelProfile, plan: Plan, global_batch: int, optimizer: OptimizerCost, runtime: Runtime
 ) -> tuple[GroupPrediction, ...]:
-    by_samples: dict[int, tuple[MemoryPrediction, ...]] = {}
+    known: dict[tuple[int, float | None], tuple[MemoryPrediction, ...]] = {}
     groups = []
     for group in data_rank_groups(cluster, plan, global_batch):
-        samples = group.microbatch_samples(plan)
-        if samples not in by_samples:
-            by_samples[samples] = _memory_of_ranks(cluster, profile, plan, samples, optimizer, runtime)
-        memory = _on_devices(by_samples[samples], group)
+        key = group.microbatch_samples(plan), group.shard_part
+        if key not in known:
+            known[key] = _memory_of_ranks(cluster, profile, plan, *key, optimizer, runtime)
+        memory = _on_devices(known[key], group)
         groups.append(GroupPrediction(group, group_step(cluster, profile, plan, group, optimizer, runtime), memory))
     return tuple(groups)
 
@@ -138,7 +138,7 @@ def group_step(
 ) -> StepTime:
     """The step that data ranks which are alike take if they wait for no others."""
     samples = group.mean_microbatch_samples(plan)
-    return predict_step(cluster, profile, plan, samples, optimizer, runtime, group.nodes)
+    return predict_step(cluster, profile, plan, samples, optimizer, runtime, group.nodes, group.shard_part)
 
 
 def group_memory(
@@ -151,15 +151,21 @@ def group_memory(
 ) -> tuple[MemoryPrediction, ...]:
     """The peak memory of each pipeline rank of data ranks that are alike; if branches are placed, of the rank with
     most."""
-    samples = group.microbatch_samples(plan)
-    return _on_devices(_memory_of_ranks(cluster, profile, plan, samples, optimizer, runtime), group)
+    samples, part = group.microbatch_samples(plan), group.shard_part
+    return _on_devices(_memory_of_ranks(cluster, profile, plan, samples, part, optimizer, runtime), group)
 
 
 def _memory_of_ranks(
-    cluster: Cluster, profile: ModelProfile, plan: Plan, samples: int, optimizer: OptimizerCost, runtime: Runtime
+    cluster: Cluster,
+    profile: ModelProfile,
+    plan: Plan,
+    samples: int,
+    shard_part: float | None,
+    optimizer: OptimizerCost,
+    runtime: Runtime,
 ) -> tuple[MemoryPrediction, ...]:
     """The peak memory of each pipeline rank; if branches are placed, of the rank with most."""
-    ranks = _rank_memories(cluster, profile, plan, samples, optimizer, runtime)
+    ranks = _rank_memories(cluster, profile, plan, samples, optimizer, runtime, shard_part)
     if len(ranks) != plan.axes.pipeline:
         ranks = [max(ranks, key=lambda memory: memory.allocated_bytes)]
     return tuple(ranks)
@@ -201,26 +207,41 @@ def memory_by_device(
 
 
 def _rank_memories(
-    cluster: Cluster, profile: ModelProfile, plan: Plan, samples: int, optimizer: OptimizerCost, runtime: Runtime
+    cluster: Cluster,
+    profile: ModelProfile,
+    plan: Plan,
+    samples: int,
+    optimizer: OptimizerCost,
+    runtime: Runtime,
+    shard_part: float | None = None,
 ) -> list[MemoryPrediction]:
-    """The peak memory of each pipeline rank, or rank with other branches, with `samples` in a microbatch. It does not
-    depend on how ranks combine gradients, or on how fast devices and links are."""
+    """The peak memory of each pipeline rank, or rank with other branches, with `samples` in a microbatch and, if it is
+    given, `shard_part` of what the shard axis divides. It does not depend on how ranks combine gradients, or on how
+    fast devices and links are."""
     device = device_memory(cluster, runtime.checkpoint_copies)
     groups = plan.model_dump_json(exclude={"gradients"})
-    key = (groups, samples, optimizer, runtime, device)
-    make = partial(_predict_rank_memories, device, profile, plan, samples, optimizer, runtime)
+    key = (groups, samples, optimizer, runtime, device, shard_part)
+    make = partial(_predict_rank_memories, device, profile, plan, samples, optimizer, runtime, shard_part)
     return _MEMORIES.get(profile, key, make)
 
 
 def _predict_rank_memories(
-    device: DeviceMemory, profile: ModelProfile, plan: Plan, samples: int, optimizer: OptimizerCost, runtime: Runtime
+    device: DeviceMemory,
+    profile: ModelProfile,
+    plan: Plan,
+    samples: int,
+    optimizer: OptimizerCost,
+    runtime: Runtime,
+    shard_part: float | None,
 ) -> list[MemoryPrediction]:
     rank_samples = samples / plan.axes.context
     profile = chunked_profile(rank_memory_profile(profile, plan), plan.compute.loss_chunks)
     profile = compiled_profile(profile, plan, rank_samples)
     optimizer = optimizer.fused() if plan.compute.fused_optimizer else optimizer
     inputs = runtime.memory_inputs(profile, plan, optimizer, device)
-    return rank_memories(inputs.profile, without_context(plan), rank_samples, inputs.optimizer, inputs.device)
+    return rank_memories(
+        inputs.profile, without_context(plan), rank_samples, inputs.optimizer, inputs.device, shard_part
+    )
 
 
 def _microbatch_samples(plan: Plan, global_batch: int) -> int:

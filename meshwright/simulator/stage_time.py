@@ -160,8 +160,8 @@ def _accumulate_s(local: ModelProfile, inputs: StepInputs) -> float:
     plan = inputs.plan
     # A pipeline scatters gradients once, after the last microbatch.
     scatters_each = plan.memory.sharding != "optimizer" and plan.axes.pipeline == 1
-    parts = plan.axes.shard if scatters_each else 1
-    weights = _trained_bytes(local) / _FP32_BYTES / parts
+    part = inputs.shard_part if scatters_each else 1.0
+    weights = _trained_bytes(local) / _FP32_BYTES * part
     added_share = 1 - 1 / plan.microbatches
     bandwidth = inputs.speeds.bandwidth_bytes_per_s
     if offload_of(plan, inputs.device.kind) == "parameters":  # gradients are added up in CPU memory

@@ -67,15 +67,18 @@ def predict_step(
     optimizer: OptimizerCost,
     runtime: Runtime = OUR_RUNTIME,
     nodes: Sequence[Node] = (),
+    shard_part: float | None = None,
 ) -> StepTime:
     """The time of a step in which every microbatch of a rank has `batch` samples. `nodes` are those of the pipeline
-    ranks if they are not alike; otherwise all ranks have the slowest device of the cluster."""
+    ranks if they are not alike; otherwise all ranks have the slowest device of the cluster. `shard_part` is the part
+    that the rank holds of what the shard axis divides; None: as much as the rank that holds most."""
     slowest = slowest_node(nodes or cluster.nodes, plan)
     device, speeds, _ = rank_device(slowest, plan, runtime)
     optimizer = optimizer.fused() if plan.compute.fused_optimizer else optimizer
     context = context_exchange(cluster, profile.structure, plan)
     rank_plan, rank_batch = without_context(plan), batch / plan.axes.context
     inputs = StepInputs(cluster, rank_plan, rank_batch, optimizer, runtime, device, speeds, context=context)
+    inputs = replace(inputs, shard_part=rank_plan.shard_part() if shard_part is None else shard_part)
     if nodes and groups_are_alike(plan.axes, cluster):
         inputs = replace(inputs, links=_only(slowest, cluster))
     if any(node is not nodes[0] for node in nodes):

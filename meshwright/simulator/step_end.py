@@ -79,7 +79,7 @@ def step_end(
     if plan.memory.sharding != "parameters" and exchange.gather_s:
         gather_s = overlap(forward_s * runtime.gather_overlap, exchange.gather_s, kind).exposed_s
     replicate_share = exchange.replicate_s / combine_s if combine_s else 0.0
-    shard_bytes = sum(parameter.bytes for parameter in trained) / plan.axes.shard
+    shard_bytes = sum(parameter.bytes for parameter in trained) * inputs.shard_part
     offload_s, update_s = _update_s(shard_bytes, len(trained), inputs)
     return StepEnd(
         tied_s, exposed_s * replicate_share, exposed_s * (1 - replicate_share) + gather_s, offload_s, update_s

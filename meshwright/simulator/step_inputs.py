@@ -30,7 +30,8 @@ class StepInputs:
     microbatch; they are empty unless branches of the model are placed on different ranks. `context` says how ranks of
     the context axis exchange keys and values; `plan` and `batch` are then those of `without_context`. `stage_devices`
     are the devices of the pipeline ranks, if these are not alike. `links` is the cluster whose links the ranks of a
-    tensor group use, if these all lie on one kind of node; None for the slowest links of all nodes."""
+    tensor group use, if these all lie on one kind of node; None for the slowest links of all nodes. The rank holds
+    `shard_part` of what the shard axis divides."""
 
     cluster: Cluster
     plan: Plan
@@ -43,6 +44,7 @@ class StepInputs:
     context: ContextExchange | None = None
     stage_devices: tuple[RankDevice, ...] = ()
     links: Cluster | None = None
+    shard_part: float = 1.0
 
     def on_rank(self, pipeline_rank: int) -> "StepInputs":
         """The inputs with the device of this pipeline rank."""

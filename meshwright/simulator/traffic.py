@@ -30,6 +30,7 @@ from math import prod
 from meshwright.blocks.module_names import is_inside
 from meshwright.cluster.cluster import Collective
 from meshwright.plan import Plan
+from meshwright.plan_fields.shares import share_sizes
 from meshwright.profile.values import ModelProfile, Parameter
 from meshwright.simulator.communication.exchange import batch_norm_messages, exchanged_pieces
 from meshwright.simulator.context import key_value_messages, without_context
@@ -195,8 +196,9 @@ def _shards(parts: dict[int, StageProfile], plan: Plan, runtime: Runtime, rank: 
         experts = expert_names(part.profile) if plan.axes.expert > 1 else frozenset()
         for unit, times in _units(part, plan, block_gathers, rest_gathers):
             parameters = [p for p in unit if p.names[0] not in experts]
-            weight = sum(_padded_bytes(p, shard) for p in parameters) * exchange.weight_share
-            gradient = sum(_padded_bytes(p, shard) for p in parameters if p.trainable) * exchange.gradient_share
+            padded = {p.names[0]: _padded_bytes(p, shard, plan.shares.uneven_shards) for p in parameters}
+            weight = sum(padded.values()) * exchange.weight_share
+            gradient = sum(padded[p.names[0]] for p in parameters if p.trainable) * exchange.gradient_share
             axis = joined_axis(plan.axes, ("shard", "expert"))
             yield Exchange(axis, "all_gather", weight, times)
             yield Exchange(axis, "reduce_scatter", gradient, scattered)
@@ -259,10 +261,12 @@ def _actions(plan: Plan, rank: int) -> tuple[Action, ...]:
     return pipeline_order(shape.schedule, plan.axes.pipeline, plan.stages_per_rank, shape.microbatches)[rank]
 
 
-def _padded_bytes(parameter: Parameter, ranks: int) -> float:
-    """Returns the bytes when every rank has as many rows as the first one. A single number is not sharded: 0."""
+def _padded_bytes(parameter: Parameter, ranks: int, proportions: Sequence[int] = ()) -> float:
+    """Returns the bytes when every rank has as many rows as the one with most; if there are `proportions`, ranks have
+    their rows in these. A single number is not sharded: 0."""
     rows = parameter.shape[0] if parameter.shape else 0
-    return parameter.bytes * (-(-rows // ranks) * ranks) / rows if rows else 0.0
+    most = max(share_sizes(rows, proportions)) if proportions else -(-rows // ranks)
+    return parameter.bytes * most * ranks / rows if rows else 0.0
 
 
 def _divided_bytes(parameter: Parameter, experts: int, ranks: int) -> float:
@@ -279,7 +283,8 @@ def _tied(parts: Sequence[StageProfile], plan: Plan, rank: int) -> Iterator[Exch
     shard = plan.axes.shard
     for parameter, ranks in tied_parameters(parts, plan):
         if rank in ranks:
-            size = _padded_bytes(parameter, shard) / shard if shard > 1 else float(parameter.bytes)
+            padded = _padded_bytes(parameter, shard, plan.shares.uneven_shards)  # of the rank with most rows
+            size = padded / shard if shard > 1 else float(parameter.bytes)
             yield Exchange("pipeline", "all_reduce", size, 1)
 
 

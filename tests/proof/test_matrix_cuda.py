@@ -37,6 +37,11 @@ def test_ranks_that_share_a_gpu_train_the_same_model(worlds: Worlds, kind: str, 
     prove_case(worlds, kind, case, tmp_path, "cuda")
 
 
+@pytest.mark.parametrize("case", ["S2 twice shards", "S2 gradients shards", "S3 optimizer twice shards"])
+def test_shards_in_proportion(worlds: Worlds, case: str, tmp_path: Path) -> None:
+    prove_case(worlds, "gpt", case, tmp_path, "cuda")
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(("kind", "case"), _without_stages(all_cases()))
 def test_all_plans_on_a_shared_gpu(worlds: Worlds, kind: str, case: str, tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ axis, and T the bytes of those of them that are trained. They are exchanged in p
 shard axis, and else buckets (`gradient_exchange`):
 
     replicate  all_reduce T / shard, once a step, by the plan's algorithm (combining.py)
-    shard      reduce_scatter T, in every backward pass; once a step where only the optimizer's state is divided
+    shard      (times the padding of shards that are not even, which is also part of what replicas all-reduce)
+               reduce_scatter T, in every backward pass; once a step where only the optimizer's state is divided
                all_gather W, in both passes where parameters are divided; else once a step
     pipeline   point_to_point: the tensor that crosses a cut, forward and backward                transfer_s
 
@@ -92,10 +93,13 @@ def gradient_exchange(
         return GradientExchange(0.0, 0.0, 0.0, 1)
     exchange = runtime.parameter_exchange(plan)
     pieces, gradient, weight = exchanged_pieces(weights_bytes, blocks, plan, runtime, trained_bytes)
+    gradient, weight = gradient * plan.shard_padding, weight * plan.shard_padding
     replicate_s = scatter_s = gather_s = 0.0
     if axes.replicate > 1 and gradient:
         replicate = group_of_axes(axes, ("replicate",), cluster)
-        combined = gradient if replicated_bytes is None else replicated_bytes * exchange.gradient_share / pieces
+        combined = gradient
+        if replicated_bytes is not None:
+            combined = replicated_bytes * exchange.gradient_share / pieces * plan.shard_padding
         replicate_s = pieces * combine_s(combined / shard, replicate, exchange.replicate_algorithm, cluster)
     if shard > 1:
         sharded = group_of_axes(axes, ("shard",), cluster)

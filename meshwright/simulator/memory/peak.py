@@ -7,7 +7,7 @@ freed.
               + max over the step of  gathered weights + gradients + buckets                   replay.py
                                     + activations of the microbatches in flight + temporaries + rounding
     offload:    without optimizer state (`optimizer`), also without shards (`parameters`)       offload.py
-    shard n:    optimizer state / n, weights / n, and the weights that are gathered            _permanent
+    shard:      the rank's part of optimizer state and weights, and gathered weights           _permanent
     tensor:     the rank's share of every split module                                         split_profile.py
     expert:     the rank's experts, and buffers of the tokens on their way                     experts.py
     branches:   the shared modules and the rank's branches, and every branch's result          branches.py
@@ -71,50 +71,61 @@ def predict_memory(
 
 
 def rank_memories(
-    profile: ModelProfile, plan: Plan, batch: float, optimizer: OptimizerCost, device: DeviceMemory
+    profile: ModelProfile,
+    plan: Plan,
+    batch: float,
+    optimizer: OptimizerCost,
+    device: DeviceMemory,
+    shard_part: float | None = None,
 ) -> list[MemoryPrediction]:
-    """The peak memory of each pipeline rank; if ranks hold different branches, of each rank of the tensor axis."""
+    """The peak memory of each pipeline rank; if ranks hold different branches, of each rank of the tensor axis. The
+    rank holds `shard_part` of what the shard axis divides; None: as much as the rank that holds most."""
     # The stages of ranks that hold different branches are not named after the segments of the whole model.
     units = frozenset() if places_branches(plan) else frozenset(segment.unit for segment in profile.segments)
     equal = _EqualStages(units)
-    replays = [replay_rank(work, plan, batch, optimizer, device, equal) for work in rank_works(profile, plan, batch)]
+    works = rank_works(profile, plan, batch, shard_part)
+    replays = [replay_rank(work, plan, batch, optimizer, device, equal) for work in works]
     return [_rank_memory(rank, plan, batch, optimizer, device) for rank in replays]
 
 
 @dataclass(frozen=True)
 class RankStages:
-    """The pipeline stages of a rank by their numbers, the actions that it runs in a step, and the bytes of each
-    parameter of the whole model."""
+    """The pipeline stages of a rank by their numbers, the actions that it runs in a step, the bytes of each parameter
+    of the whole model, and the part that the rank holds of what the shard axis divides."""
 
     stages: dict[int, StageProfile]
     actions: Sequence[Action]
     whole: Mapping[str, float]
+    shard_part: float
 
     def copy_bytes(self, plan: Plan, optimizer: OptimizerCost) -> float:
         """The bytes of a copy of what this rank writes of a checkpoint."""
         buffers = float(sum(stage.profile.buffer_bytes for stage in self.stages.values()))
-        return copy_bytes(_parameters(self.stages), buffers, plan, optimizer, self.whole)
+        copied = copy_bytes(_parameters(self.stages), buffers, plan, optimizer, self.whole)
+        return copied * self.shard_part * plan.axes.shard
 
 
-def rank_works(profile: ModelProfile, plan: Plan, batch: float) -> list[RankStages]:
+def rank_works(profile: ModelProfile, plan: Plan, batch: float, shard_part: float | None = None) -> list[RankStages]:
     """What each pipeline rank holds and runs; if ranks hold different branches, each rank of the tensor axis."""
     ranks, schedule = plan.axes.pipeline, plan.pipeline.schedule
     if ranks > 1 and not plan.pipeline.cuts:
         raise InputError(f"the plan has a pipeline of {ranks} ranks but no cuts: its stages are not known")
     order, whole = _order(plan), whole_bytes(profile)
+    part = plan.shard_part() if shard_part is None else shard_part
     if places_branches(plan):
         results = BatchPolynomial(all_result_bytes(profile, plan, batch), 0.0)
         shared_plan, works = plan_outside_branches(profile, plan), []
         for local in branch_rank_profiles(profile, plan):
             (stage,) = stage_profiles(split_profile(local, shared_plan), ())
-            works.append(RankStages({0: replace(stage, received=results)}, order[0], whole))
+            works.append(RankStages({0: replace(stage, received=results)}, order[0], whole, part))
         return works
     stages = stage_profiles(divided_profile(split_profile(profile, plan), plan), plan.pipeline.cuts)
     numbers = (
         [stages_of_rank(schedule, ranks, plan.stages_per_rank, rank) for rank in range(ranks)] if ranks > 1 else [(0,)]
     )
     return [
-        RankStages({number: stages[number] for number in numbers[rank]}, order[rank], whole) for rank in range(ranks)
+        RankStages({number: stages[number] for number in numbers[rank]}, order[rank], whole, part)
+        for rank in range(ranks)
     ]
 
 
@@ -187,11 +198,11 @@ def replay_rank(
     if offload == "parameters":  # shards of gradients are in CPU memory
         earlier = LiveBytes()
     elif not whole_gradients and has_earlier_gradients:
-        earlier = LiveBytes(gradients=gradients.gradients / shard, rounding=gradients.rounding)
+        earlier = LiveBytes(gradients=gradients.gradients * work.shard_part, rounding=gradients.rounding)
     adds_gradients = whole_gradients and earlier.gradients > 0
     passes = {}
     for number, stage in stages.items():
-        gathering = _gathered_weights(stage, plan) if shard > 1 else None
+        gathering = _gathered_weights(stage, plan, work.shard_part) if shard > 1 else None
         key = equal.key(stage, gathering, adds_gradients) if equal else None
         known = equal.known.get(key) if equal else None
         passes[number] = known or replay(
@@ -208,7 +219,7 @@ def replay_rank(
     optimizer_live = LiveBytes()
     if offload != "parameters":
         temporaries = optimizer if offload == "none" else replace(optimizer, temporary_ratio=0.0)
-        optimizer_live = _optimizer_step([size / shard for size in trainable], temporaries, device)
+        optimizer_live = _optimizer_step([size * work.shard_part for size in trainable], temporaries, device)
     return RankReplay(work, earlier, passes, optimizer_live, has_buckets)
 
 
@@ -239,7 +250,7 @@ def live_by_kind(
     live: LiveBytes, rank: RankReplay, plan: Plan, batch: float, optimizer: OptimizerCost, device: DeviceMemory
 ) -> dict[str, int]:
     """All bytes in memory at one moment of a step, by kind: those that stay allocated, and `live`."""
-    permanent, permanent_rounding = _permanent(rank.work.stages, plan, batch, optimizer, device)
+    permanent, permanent_rounding = _permanent(rank.work, plan, batch, optimizer, device)
     if device.checkpoint_copies and device.kind == "cpu":
         permanent["checkpoint copy"] = rank.work.copy_bytes(plan, optimizer)
     breakdown = {
@@ -335,7 +346,7 @@ def _negative(live: LiveBytes) -> LiveBytes:
     return LiveBytes(saved=-live.saved, temporary=-live.temporary, rounding=-live.rounding)
 
 
-def _gathered_weights(stage: StageProfile, plan: Plan) -> GatheredWeights:
+def _gathered_weights(stage: StageProfile, plan: Plan, shard_part: float) -> GatheredWeights:
     names = set(stage.profile.blocks)
     blocks: dict[str, float] = {}
     root_bytes = 0.0
@@ -348,19 +359,19 @@ def _gathered_weights(stage: StageProfile, plan: Plan) -> GatheredWeights:
             root_bytes += size
         else:
             blocks[name] = blocks.get(name, 0.0) + size
-    return GatheredWeights(blocks, root_bytes, plan.axes.shard, keeps=plan.memory.sharding != "parameters")
+    return GatheredWeights(blocks, root_bytes, shard_part, plan.memory.sharding != "parameters", plan.shard_padding)
 
 
 def _permanent(
-    stages: dict[int, StageProfile], plan: Plan, batch: float, optimizer: OptimizerCost, device: DeviceMemory
+    work: RankStages, plan: Plan, batch: float, optimizer: OptimizerCost, device: DeviceMemory
 ) -> tuple[dict[str, float], float]:
     """The bytes that stay allocated during all of training, by name, and the bytes that the allocator's rounding adds
     to weights and optimizer state."""
-    profiles = [stage.profile for stage in stages.values()]
-    shard, rounding = plan.axes.shard, device.rounding
+    profiles = [stage.profile for stage in work.stages.values()]
+    part, rounding = work.shard_part, device.rounding
     offload = offload_of(plan, device.kind)
-    weights = [p.bytes / shard for p in _parameters(stages)] if offload != "parameters" else []
-    trainable = [p.bytes / shard for p in _parameters(stages) if p.trainable] if offload == "none" else []
+    weights = [p.bytes * part for p in _parameters(work.stages)] if offload != "parameters" else []
+    trainable = [p.bytes * part for p in _parameters(work.stages) if p.trainable] if offload == "none" else []
     permanent = {
         "weights": sum(weights),
         "buffers": float(sum(profile.buffer_bytes for profile in profiles)),

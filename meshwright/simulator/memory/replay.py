@@ -68,13 +68,14 @@ class MemoryMoment:
 @dataclass(frozen=True)
 class GatheredWeights:
     """The bytes of the weights that a shard axis gathers: those of each block, and the `root_bytes` of weights outside
-    of all blocks. With `keeps`, gathered weights stay from the forward to the backward pass. `ranks` is the size of the
-    shard axis, which divides the gradients."""
+    of all blocks. With `keeps`, gathered weights stay from the forward to the backward pass. `part` of the gradients
+    stays on the rank. `padding` is how many times as large the buffers of exchanges are as what they hold."""
 
     blocks: dict[str, float]
     root_bytes: float
-    ranks: int
+    part: float
     keeps: bool
+    padding: float = 1.0
 
     @property
     def all_bytes(self) -> float:
@@ -231,17 +232,18 @@ def _gather(state: _ReplayState, layer: str, gathering: GatheredWeights, blocks:
         state.now.gathered = gathering.all_bytes
     else:
         # In a block, its own weights are gathered too. The next block, assumed to be the largest, is gathered ahead,
-        # which takes twice its weights: a flat buffer, and the weights that are copied out of it.
-        block = gathering.blocks.get(unit, 0.0) + 2 * gathering.largest_block_bytes if unit else 0.0
+        # which takes twice its weights: a flat buffer, and the weights that are copied out of it. Both are padded.
+        ahead = 2 * gathering.padding * gathering.largest_block_bytes
+        block = gathering.blocks.get(unit, 0.0) + ahead if unit else 0.0
         state.now.gathered = gathering.root_bytes + block
 
 
 def _send_gradients(state: _ReplayState, gathering: GatheredWeights) -> None:
-    """Reduce-scatters the gradients of a block. A buffer keeps them until the gradients of the next block are sent;
-    1 / `ranks` of them stays."""
+    """Reduce-scatters the gradients of a block. A buffer keeps them, padded, until the gradients of the next block are
+    sent; `part` of them stays."""
     block_bytes = state.unit_gradients
     if block_bytes <= 0:
         return
-    state.now.gradients -= block_bytes * (1 - 1 / gathering.ranks)
-    state.now.buckets = block_bytes
+    state.now.gradients -= block_bytes * (1 - gathering.part)
+    state.now.buckets = block_bytes * gathering.padding
     state.unit_gradients = 0.0

@@ -20,12 +20,12 @@ from meshwright.blocks.recompute import Recompute
 from meshwright.errors import MeshwrightError
 from meshwright.launch.world import World
 from meshwright.plan import Plan
-from meshwright.profile.optimizer import measure_optimizer_cost
+from meshwright.profile.optimizer import OptimizerCost, measure_optimizer_cost
 from meshwright.profile.tracing.trace import trace_profile
 from meshwright.profile.values import ModelProfile
 from meshwright.simulator.context import without_context
 from meshwright.simulator.memory.device_memory import CPU_MEMORY
-from meshwright.simulator.memory.peak import predict_memory
+from meshwright.simulator.memory.peak import predict_memory, rank_memories
 from meshwright.simulator.traffic import exchanges
 from meshwright.train.session import Session
 from tests.proof.matrix import all_cases, plan_of
@@ -144,9 +144,7 @@ def check_exchanged(kind: str, case: str, ranks: list[RankTraffic]) -> None:
 def check_held(kind: str, case: str, ranks: list[RankTraffic]) -> None:
     """Checks the bytes of the rank that holds most."""
     plan = plan_of(kind, case)
-    adam = measure_optimizer_cost(lambda parameters: torch.optim.AdamW(parameters), multi_tensor=False)
-    # With temporaries this large the peak is in the optimizer step, where gradients are still held.
-    at_step = replace(adam, temporary_ratio=1e6)
+    at_step = _at_step()
     batch = BATCH // plan.batch_parts / plan.axes.context
     prediction = predict_memory(trace(kind, plan.memory.recompute), without_context(plan), batch, at_step, CPU_MEMORY)
     assert prediction.peak_at == "optimizer step"
@@ -156,10 +154,34 @@ def check_held(kind: str, case: str, ranks: list[RankTraffic]) -> None:
         assert predicted[part] == pytest.approx(size, rel=LARGEST_RELATIVE_ERROR), part
 
 
+def _at_step() -> OptimizerCost:
+    """With temporaries this large the peak is in the optimizer step, where gradients are still held."""
+    adam = measure_optimizer_cost(lambda parameters: torch.optim.AdamW(parameters), multi_tensor=False)
+    return replace(adam, temporary_ratio=1e6)
+
+
 def check(pool: RankPool, kind: str, case: str) -> None:
     traffic = pool.run(count_step, kind, case)
     check_exchanged(kind, case, traffic)
     check_held(kind, case, traffic)
+
+
+SHARDS = ("S2 gradients shards", "S2 twice shards", "S3 optimizer shards", "R2S2 twice shards", "S2P2 twice shards")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", SHARDS)
+def test_shards_in_proportion_are_padded_for_exchanges_only(case: str) -> None:
+    """Each rank holds what is predicted for its coordinate on the shard axis, not only the rank with most."""
+    plan = plan_of("gpt", case)
+    with ranks(plan.world_size) as pool:
+        traffic = pool.run(count_step, "gpt", case)
+    check_exchanged("gpt", case, traffic)
+    for rank, (stage, _, held) in enumerate(traffic):
+        shard_part, batch = plan.shard_part(rank % plan.axes.shard), BATCH // plan.batch_parts
+        predicted = rank_memories(trace("gpt", "none"), plan, batch, _at_step(), CPU_MEMORY, shard_part)[stage]
+        for part, size in held.items():
+            assert predicted.breakdown[part] == pytest.approx(size, rel=LARGEST_RELATIVE_ERROR), (rank, part)
 
 
 def small_worlds() -> list[tuple[str, str]]:

@@ -1,5 +1,6 @@
 """Adaptive shares in a real run of two ranks, one of which is slowed down from outside: samples move away from it. If
-such a run is killed and resumed, it repeats its steps with the same shares, bit for bit, and goes on adapting."""
+such a run is killed and resumed, it repeats its steps with the same shares, bit for bit, and goes on adapting. So
+does a run with shards in proportion."""
 
 import json
 from pathlib import Path
@@ -80,3 +81,25 @@ def check_killed_run(tmp_path: Path, workers: int) -> None:
     assert result["share_changes"] == sum(decision.first is not None for decision in again)
     assert result["shares"] == list([d for d in again if d.first is not None][-1].samples)
     assert max(decision.step for decision in again) == STEPS, "it goes on adapting"
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_killed_run_with_shards_in_proportion_repeats_its_steps_bit_for_bit(tmp_path: Path) -> None:
+    """And a run that was killed with them goes on with even shards."""
+    settings = {"plan.axes.replicate": 1, "plan.axes.shard": 2, "plan.shares": "{shards: [3, 1]}", "train.steps": 30}
+    losses = {}
+    for name in ("whole", "killed", "even"):
+        run = RunFolder(tmp_path / name / "mnist-0001")
+        process = begin(tmp_path / name, **settings)
+        if name != "whole":
+            kill(rank=1).at(step=20).inject(run)
+            process.communicate(timeout=200)
+            assert process.returncode != 0
+            process = begin(tmp_path / name, **{**settings, **({"plan.shares": "{}"} if name == "even" else {})})
+        _, errors = process.communicate(timeout=200)
+        assert process.returncode == 0, errors
+        entries = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+        losses[name] = {entry["step"]: entry["loss"] for entry in entries if entry["kind"] == "train"}
+    assert list(losses["whole"]) == list(range(1, 31))
+    assert losses["killed"] == losses["whole"]
+    assert losses["even"] == losses["whole"], "with two ranks, even shards train the same to the last bit"
