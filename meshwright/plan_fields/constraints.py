@@ -41,6 +41,7 @@ _NO_FEATURES = (
     *("gradients.local_after", "compute.compile_mode", "compute.threads", "modules.attention_exchange"),
 )
 _WORDS = {"shares.samples": "shares"}  # fields that have another word than their name
+_TOGETHER = {"shares": ("shares.shards",)}  # further fields that a word avoids
 FEATURES: dict[str, str] = {
     _WORDS.get(name, name.partition(".")[2]): name
     for name in FIELDS
@@ -83,7 +84,9 @@ class Constraints(BaseModel):
             avoided = [_avoided(word) for word in self.avoid]
         except InputError as error:
             raise ValueError(str(error)) from None
-        for word, (name, value, excluded) in zip(self.avoid, avoided, strict=True):
+        avoided += [(name, FIELDS[name].default, False) for word in self.avoid for name in _TOGETHER.get(word, ())]
+        words = [*self.avoid, *(word for word in self.avoid for _ in _TOGETHER.get(word, ()))]
+        for word, (name, value, excluded) in zip(words, avoided, strict=True):
             if name in self.fix and (self.fix[name] == value if excluded else self.fix[name] != value):
                 raise ValueError(f"{name} is fixed to {shown(self.fix[name])}, but '{word}' is avoided: leave out one")
         return self
@@ -92,7 +95,8 @@ class Constraints(BaseModel):
     def fixed(self) -> dict[str, Any]:
         """The fields that have one possible value: those of `fix`, and those of avoided axes and features."""
         avoided = (_avoided(word) for word in self.avoid)
-        return {**{name: value for name, value, excluded in avoided if not excluded}, **self.fix}
+        together = {name: FIELDS[name].default for word in self.avoid for name in _TOGETHER.get(word, ())}
+        return {**{name: value for name, value, excluded in avoided if not excluded}, **together, **self.fix}
 
     @cached_property
     def excluded(self) -> tuple[tuple[str, Any], ...]:

@@ -46,6 +46,7 @@ from meshwright.planner.profiles import Profiles
 from meshwright.planner.search_result import BoundedPlan, ExcludedPlan, PricedPlan, SearchResult, evenly
 from meshwright.planner.summarize import summarize_model
 from meshwright.planner.unequal.division import divided, divided_again
+from meshwright.planner.unequal.shards import capacity_for_states
 from meshwright.simulator.predict import Prediction, predict_plan
 
 # Limits of the search, chosen to keep it short. They decide which candidates are simulated, and change no prediction.
@@ -304,8 +305,7 @@ def _candidates(state: _PlanSearch, precision: str) -> tuple[_Bounded, list[Excl
         for series in candidate_series(summary, sizes, inputs, precision):
             if not series or not _is_accepted(state, series[0]):
                 continue
-            # The stages of a pipeline differ in size; all other ranks need the same.
-            if states_bytes > (inputs.largest_capacity_bytes if sizes.pipeline > 1 else inputs.capacity_bytes):
+            if states_bytes > capacity_for_states(sizes.axes, inputs):
                 count += 1
                 exclude(series[0], states_bytes)
                 break

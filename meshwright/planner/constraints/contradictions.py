@@ -97,6 +97,8 @@ def _check_with_each_other(fixed: dict[str, Any]) -> None:
     if samples := fixed.get("shares.samples"):
         other, free = ("replicate", "shard") if "axes.replicate" in fixed else ("shard", "replicate")
         axes.setdefault(free, max(1, len(samples) // axes.get(other, 1)))
+    if shards := fixed.get("shares.shards"):
+        axes.setdefault("shard", len(shards))
     if fixed.get("axes.expert", 1) > 1 and not {"axes.replicate", "axes.shard"} <= fixed.keys():
         free = "shard" if "axes.shard" not in fixed else "replicate"
         axes[free] = fixed["axes.expert"]

@@ -171,6 +171,7 @@ def _group_entry(group: GroupPrediction) -> dict[str, Any]:
         "ranks": list(group.group.ranks),
         "devices": [node.device.name for node in group.group.nodes],
         "samples": group.group.samples,
+        **({"shard_part": group.group.shard_part} if group.group.shard_part is not None else {}),
         "step_s": group.step.step_s,
         "device_bytes": [memory.device_bytes for memory in group.memory],
     }

@@ -8,6 +8,7 @@ from meshwright.planner.model_summary import ModelSummary
 from meshwright.planner.preference import ERROR
 from meshwright.planner.search_result import PricedPlan
 from meshwright.planner.unequal.division import why_no_shares
+from meshwright.planner.unequal.shards import SHARDS
 from meshwright.simulator.pipeline.order import stages_of_rank
 from meshwright.simulator.predict import GroupPrediction, Prediction
 
@@ -29,11 +30,13 @@ def unequal(best: PricedPlan, summary: ModelSummary, inputs: PlanningInputs) -> 
     sentences = [_order(inputs)]
     if plan.shares.samples:
         sentences.append(f"{_shares(plan, prediction, inputs)}{longer}.")
-    elif best.even is not None:
+    elif best.even is not None and plan.pipeline.cuts != best.even[0].pipeline.cuts:
         sentences.append(f"{_stages(best, summary)}{longer}.")
     elif plan.data_ranks > 1:
         sentences.append(_even(best, inputs))
-    if plan.axes.shard > 1 and len(_kinds(prediction)) > 1:
+    if plan.shares.shards:
+        sentences.append(_shards(best, inputs))
+    elif plan.axes.shard > 1 and len(_kinds(prediction)) > 1:
         sentences.append(
             f"Every rank of the shard axis holds an equal part of the state, so that the smallest device, the"
             f" {inputs.device.name}, decides how much of it fits."
@@ -58,6 +61,7 @@ def _parts(best: PricedPlan) -> str:
     assert best.even is not None
     has_other_cuts = best.plan.pipeline.cuts != best.even[0].pipeline.cuts
     words = ["shares"] * bool(best.plan.shares.samples) + ["stages"] * has_other_cuts
+    words += ["shards"] * bool(best.plan.shares.shards)
     return " and ".join(words)
 
 
@@ -142,6 +146,22 @@ def _stages(best: PricedPlan, summary: ModelSummary) -> str:
     words = [f"The stages on {first} hold {count} of the {pieces} pieces of the model"]
     words += [f"those on {name} {number}" for name, number in others]
     return f"{' and '.join(words)}, because stages are cut by the speed of the devices that hold them"
+
+
+def _shards(best: PricedPlan, inputs: PlanningInputs) -> str:
+    """Such as `A100-80GB ranks hold 4.2% of weights, gradients and optimizer state each and A100-40GB ranks 2.1%,
+    because equal shards would not fit into the memory of the A100-40GB.`"""
+    parts = {
+        name: " or ".join(f"{part:.2g}%" for part in sorted({100 * (group.group.shard_part or 0) for group in groups}))
+        for name, groups in _kinds(best.prediction)
+    }
+    (first, part), *others = parts.items()
+    words = [f"{first} ranks hold {part} of weights, gradients and optimizer state each"]
+    words += [f"{name} ranks {of_name}" for name, of_name in others]
+    reason = "as the constraints say"
+    if SHARDS not in inputs.constraints.fixed:
+        reason = f"because equal shards would not fit into the memory of the {inputs.device.name}"
+    return f"{' and '.join(words)}, {reason}."
 
 
 def _even(best: PricedPlan, inputs: PlanningInputs) -> str:

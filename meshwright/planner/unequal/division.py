@@ -3,7 +3,8 @@ the division by speed are predicted, and the better one is kept (preference.py).
 
     shares      samples of each data rank, by the predicted time as a function of them             with_best_shares
     cuts        pieces of each pipeline stage, by the speed of the devices that hold it            with_cuts_by_speed
-    state       weights, gradients and optimizer state are divided evenly: the smallest device decides
+    shards      weights, gradients and optimizer state of each shard rank: evenly or, where that does not fit, by the
+                memory of the devices                                                     with_shards_by_memory
     groups      ranks that compute together (tensor and context axes) have equal devices           candidates.py
 """
 
@@ -20,6 +21,7 @@ from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.model_summary import ModelSummary
 from meshwright.planner.preference import PredictedPlan, preferred
 from meshwright.planner.unequal.cuts import balanced_by_speed
+from meshwright.planner.unequal.shards import with_shards_by_memory
 from meshwright.planner.unequal.shares import ShareGroup, best_shares
 from meshwright.profile.values import ModelProfile
 from meshwright.simulator.data_ranks import DataRankGroup, data_rank_groups
@@ -46,6 +48,10 @@ def divided(
         again = _cut_again(options[-1], inputs, summary)
         if again != by_speed:
             options.append((again, predict(again)))
+    if not inputs.fits(even[1]):
+        with_even_shares = [option for option, _ in options if option.shares == plan.shares]
+        by_memory = [option for option in _by_memory(with_even_shares, inputs, profile) if _can_run(option, inputs)]
+        options += [(option, predict(option)) for option in by_memory]
     fitting = [option for option in options if inputs.fits(option[1])]
     if not fitting:
         return even, None
@@ -116,6 +122,18 @@ def _by_speed(
         if shared is None and even_plan != plan:
             shared = with_best_shares(even_plan, inputs, profile, prediction)
         if shared is not None and shared.shares.samples:
+            yield shared
+
+
+def _by_memory(plans: Sequence[Plan], inputs: PlanningInputs, profile: ModelProfile) -> Iterator[Plan]:
+    """Yields the plans with shards by memory; and with the shares that are best then."""
+    for plan in plans:
+        sharded = with_shards_by_memory(plan, inputs, profile)
+        if sharded is None:
+            continue
+        yield sharded
+        shared = with_best_shares(sharded, inputs, profile)
+        if shared is not None and shared != sharded:
             yield shared
 
 
