@@ -227,5 +227,8 @@ def _factor(text: str) -> float | None:
 
 def _only_node(cluster: Cluster, what: str) -> Node:
     if len(cluster.nodes) > 1:
-        raise InputError(f"{what}: the machines of '{cluster.name}' differ, so it is not clear which to take")
+        raise InputError(
+            f"--sweep {what}: the machines of '{cluster.name}' differ, and this does not say which of them to take:"
+            " sweep batch, sequence or link, or compare clusters (--for time --clusters NAME=PRICE,…)"
+        )
     return cluster.nodes[0]

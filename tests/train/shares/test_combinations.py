@@ -59,7 +59,9 @@ def train(
     )
     dataset, loading = DATA[data]
     losses = [float(session.step(batch)) for batch in session.batches(dataset(), 2, 22, loading)]
-    return losses, session.state_dict(), session.evaluate(dataset(), batch=22, loading=loading)
+    metrics = session.evaluate(dataset(), batch=22, loading=loading)
+    assert metrics is not None
+    return losses, session.state_dict(), metrics
 
 
 def train_with_each(rank: int, size: int, shares: list[int], choices: list[dict[str, Any]]) -> list[Any]:
