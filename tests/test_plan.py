@@ -161,6 +161,7 @@ def test_a_plan_cannot_be_changed() -> None:
             "shares.samples has 2 numbers, but replicate(2) × shard(2) = 4 ranks train on different samples",
         ),
         ({"axes": {"replicate": 2}, "shares": "adaptiv"}, "'adaptiv' is no division of a batch: write adaptive"),
+        ({"axes": {"replicate": 2}, "shares": 47}, "47 is no division of a batch: write adaptive, or samples by data"),
         ({"axes": {"replicate": 2}, "shares": [2, 0]}, "plan.shares.samples.1 is 0: input should be greater than 0"),
         (
             {"axes": {"shard": 2}, "shares": {"shards": [2, 1, 1]}},

@@ -244,6 +244,6 @@ class Shares(PlanGroup):
             return {"adaptive": True}
         if isinstance(values, list | tuple):
             return {"samples": values}
-        if isinstance(values, str):
-            raise ValueError(f"'{values}' is no division of a batch: write adaptive, or samples by data rank: [86, 42]")
+        if not isinstance(values, dict | cls):
+            raise ValueError(f"{values!r} is no division of a batch: write adaptive, or samples by data rank: [86, 42]")
         return values
