@@ -16,10 +16,11 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
 from meshwright.errors import MeshwrightError
 from meshwright.job import Job
+from meshwright.plan import Plan
 from meshwright.planner.inputs import NoPlanFits, PlanningInputs
 from meshwright.planner.profiles import Profiles
 from meshwright.planner.questions.answer import Answer
-from meshwright.planner.questions.bottleneck import answer_bottleneck, refusal
+from meshwright.planner.questions.bottleneck import Loading, answer_bottleneck, refusal
 from meshwright.progress import phase
 from meshwright.train.job_parts import JobParts
 
@@ -48,7 +49,7 @@ def diagnose(
     (True, 'memory')
     """
     inputs, profiles = question_inputs(model, sample_batch, cluster, global_batch=global_batch, **options)
-    return _answer(inputs, profiles, lambda: loader_samples_per_s)
+    return _answer(inputs, profiles, lambda plan: loader_samples_per_s)
 
 
 def diagnose_job(
@@ -67,22 +68,29 @@ def diagnose_job(
     named = cluster or job.cluster
     machines = find_cluster(named, measure_machine) if isinstance(named, str) else named
     inputs, profiles = planning_inputs(parts, machines, top=_RANKED, notify=notify)
-    return _answer(inputs, profiles, lambda: _loading_speed(parts) if is_this_machine(machines) else None)
+    loads_first = machines.kind == "cpu" and job.data.workers == 0
+    is_here = is_this_machine(machines)
+    return _answer(inputs, profiles, lambda plan: _loading_speed(parts, plan) if is_here else None, loads_first)
 
 
-def _answer(inputs: PlanningInputs, profiles: Profiles, loading_speed: Callable[[], float | None]) -> Answer:
+def _answer(
+    inputs: PlanningInputs,
+    profiles: Profiles,
+    loading_speed: Callable[[Plan], float | None],
+    loads_first: bool = False,  # a rank loads a batch before it computes
+) -> Answer:
     try:
         result, inputs = measured_search(inputs, profiles)
     except NoPlanFits as error:
         return refusal(str(error), inputs)
-    speed = loading_speed()
+    speed = loading_speed(result.ranked[0].plan)
     with phase("trying changes"):
-        return answer_bottleneck(result, inputs, profiles, speed)
+        return answer_bottleneck(result, inputs, profiles, Loading(speed, loads_first))
 
 
-def _loading_speed(parts: JobParts) -> float | None:
-    """The samples per second that one process reads, times the processes of a rank's loader; None if the job's data are
-    not here or cannot be indexed."""
+def _loading_speed(parts: JobParts, plan: Plan) -> float | None:
+    """The samples per second that one process reads, times the processes of a rank's loader, times the ranks that load
+    different samples; None if the job's data are not here or cannot be indexed."""
     try:
         data = parts.data[0]
         size = len(data)
@@ -96,4 +104,5 @@ def _loading_speed(parts: JobParts) -> float | None:
             if perf_counter() - begin > _LOADING_S:
                 break
         seconds = perf_counter() - begin
-    return count / seconds * max(1, parts.job.data.workers) if count and seconds > 0 else None
+    processes = max(1, parts.job.data.workers) * plan.axes.replicate * plan.axes.shard
+    return count / seconds * processes if count and seconds > 0 else None

@@ -1,6 +1,7 @@
 """Numbers with their units, as pages show them: seconds, bytes, counts and bandwidths."""
 
 _STEPS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_NOTHING_S = 5e-13  # what remains of differences of equal times
 
 
 def seconds_text(seconds: float | None) -> str:
@@ -10,7 +11,7 @@ def seconds_text(seconds: float | None) -> str:
     for unit_s, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if abs(seconds) >= unit_s:
             return f"{_digits(seconds / unit_s)} {unit}"
-    return "0 s" if seconds == 0 else f"{_digits(seconds / 1e-9)} ns"
+    return "0 s" if abs(seconds) < _NOTHING_S else f"{_digits(seconds / 1e-9)} ns"
 
 
 def bytes_text(size: float | None) -> str:

@@ -82,9 +82,32 @@ def arithmetic_share(profile: ModelProfile, inputs: PlanningInputs, batch: float
     return bound / total if total else 0.0
 
 
-def helpful_changes(result: SearchResult, inputs: PlanningInputs, profiles: Profiles) -> list[Change]:
-    """The changes that make training faster, those with the largest gain first."""
-    speed = inputs.global_batch / result.ranked[0].prediction.step_s
+@dataclass(frozen=True)
+class Loading:
+    """How fast samples are loaded; None if it was not measured. `is_first`: a rank loads a batch before it computes,
+    instead of at the same time."""
+
+    samples_per_s: float | None = None
+    is_first: bool = False
+
+    def wait_s(self, batch: int, step_s: float) -> float:
+        """How long ranks wait for the samples of a step."""
+        loading_s = batch / self.samples_per_s if self.samples_per_s else 0.0
+        return loading_s if self.is_first else max(0.0, loading_s - step_s)
+
+
+_NOT_MEASURED = Loading()
+
+
+def helpful_changes(
+    result: SearchResult, inputs: PlanningInputs, profiles: Profiles, loading: Loading = _NOT_MEASURED
+) -> list[Change]:
+    """The changes that make training faster, those with the largest gain first. None of them makes loading faster."""
+
+    def speed_of(batch: int, step_s: float) -> float:
+        return batch / (step_s + loading.wait_s(batch, step_s))
+
+    speed = speed_of(inputs.global_batch, result.ranked[0].prediction.step_s)
     found = []
     for words, other in _changes(inputs):
         is_searched = result.seconds <= _SEARCH_S
@@ -92,7 +115,7 @@ def helpful_changes(result: SearchResult, inputs: PlanningInputs, profiles: Prof
         if is_searched:
             with suppress(InputError):  # no plan fits, or the batch cannot be divided
                 steps.append(search_with_offload(replace(other, top=1), profiles).ranked[0].prediction.step_s)
-        speedup = other.global_batch / min(steps) / speed if steps else 0.0
+        speedup = speed_of(other.global_batch, min(steps)) / speed if steps else 0.0
         if speedup > 1 + _LEAST_GAIN:
             found.append(Change(words, speedup, is_searched))
     return sorted(found, key=lambda change: -change.speedup)
@@ -121,22 +144,20 @@ def _ranked_steps(result: SearchResult, other: PlanningInputs, profiles: Profile
 
 
 def answer_bottleneck(
-    result: SearchResult, inputs: PlanningInputs, profiles: Profiles, loader_samples_per_s: float | None = None
+    result: SearchResult, inputs: PlanningInputs, profiles: Profiles, loading: Loading = _NOT_MEASURED
 ) -> Answer:
-    """Answers whether the job runs on the cluster, what it needs and what limits it. `loader_samples_per_s` is the
-    measured speed of loading; None if it was not measured."""
+    """Answers whether the job runs on the cluster, what it needs and what limits it."""
     best = result.ranked[0]
     step_s, plan = best.prediction.step_s, best.plan
-    loading_s = inputs.global_batch / loader_samples_per_s if loader_samples_per_s else 0.0
-    loader_s = max(0.0, loading_s - step_s)
+    loader_s = loading.wait_s(inputs.global_batch, step_s)
     profile = profiles.get(plan.numerics.precision, plan.memory.recompute)
     limits = limits_of(best, profile, inputs, loader_s)
     whole_s = sum(limits.values()) or 1.0
-    changes = helpful_changes(result, inputs, profiles)[:_MOST_CHANGES]
-    if loader_s:
-        speedup = (step_s + loader_s) / step_s
-        changes = [Change("loading that keeps up: more data.workers, or smaller files", speedup, True), *changes]
-        changes = changes[:_MOST_CHANGES]
+    changes = helpful_changes(result, inputs, profiles, loading)
+    speedup = (step_s + loader_s) / step_s
+    if speedup > 1 + _LEAST_GAIN:
+        changes.append(Change("loading that keeps up: more data.workers, or smaller files", speedup, True))
+    changes = sorted(changes, key=lambda change: -change.speedup)[:_MOST_CHANGES]
     rows = tuple(
         (_NAMES[name], seconds(value), f"{value / whole_s:.0%}") for name, value in limits.items() if value > 0
     )
@@ -147,13 +168,15 @@ def answer_bottleneck(
         f"A device needs {gib(best.needed_bytes)} of {gib(inputs.device.memory_bytes)}.",
         f"What limits it is {_NAMES[first]}: {limits[first] / whole_s:.0%} of the step.",
     ]
-    if loader_samples_per_s:
+    if loading.samples_per_s:
+        waits = ", and ranks load a batch before they compute it" if loading.is_first else ""
         sentences.append(
-            f"Loading gives {plain_number(loader_samples_per_s)} samples per second of this machine, and the step takes"
-            f" {plain_number(inputs.global_batch / step_s)}."
+            f"All ranks together load {plain_number(loading.samples_per_s)} samples per second, and without loading"
+            f" they would train {plain_number(inputs.global_batch / step_s)}{waits}."
         )
     sentences += [
-        f"{number}. {change.words}: {'' if change.is_searched else 'at least '}{change.speedup:.3g} times as fast."
+        f"{number}. {change.words}: {'' if change.is_searched else 'at least '}{change.speedup:.3g} times as many"
+        " samples per second."
         for number, change in enumerate(changes, 1)
     ] or ["No single change that was tried makes it faster by more than 1%."]
     values = {
@@ -165,7 +188,7 @@ def answer_bottleneck(
         "device_bytes": best.needed_bytes,
         "bottleneck": first,
         "rows": [{"limit": name, "seconds": value, "share": value / whole_s} for name, value in limits.items()],
-        "loader_samples_per_s": loader_samples_per_s,
+        "loader_samples_per_s": loading.samples_per_s,
         "changes": [{"change": c.words, "speedup": c.speedup, "is_searched": c.is_searched} for c in changes],
     }
     return Answer("bottleneck", ("what limits the step", "time", "share"), rows, tuple(sentences), values)

@@ -1,7 +1,9 @@
 """`meshwright explain RUN`: why a run was slower than predicted, rank by rank, from its own measurements."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from meshwright.errors import InputError
@@ -18,21 +20,56 @@ from meshwright.report.run.kinds import (
     kinds_of_windows,
     mean_kinds,
     predicted_kinds,
-    rank_speeds,
 )
 from meshwright.report.run.record import read_run
 from meshwright.report.units import seconds_text
 
-_SLOW = 1.1  # a rank whose computing takes this much longer than the median is named
+_SLOW = 1.1  # a rank whose own work takes this much longer than that of the others is named
+_OWN_WORK = (COMPUTING, FOR_DATA, OTHER)  # what a rank does without the others
+_MANY_TIMES = 2.0  # above it, a step is said to take so many times as long, instead of a percentage
 _CLOSE = 0.05  # of the step: a difference below it is within the error of predictions
 _ADVICE = {
     COMPUTING: "operators take longer than predicted: `meshwright doctor --calibrate` measures them, and other"
     " processes on the machine slow them down",
     EXCHANGING: "exchanges take longer than predicted: `meshwright doctor` measures the links",
-    FOR_OTHERS: "ranks wait for a slower one, which the table shows by its longer computing",
+    FOR_OTHERS: "ranks come to exchanges before others that have more to do",
     FOR_DATA: "the loader has no batch ready: raise data.workers, or use smaller or decoded files",
     OTHER: "logging and callbacks: raise log.every_steps, or make callbacks cheaper",
 }
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """A rank that the others wait for. `relative` is its own work, over the median of the other ranks; `cause` the kind
+    of work of which it has most more than they have: `seconds` instead of `others_s`."""
+
+    rank: int
+    relative: float
+    cause: str
+    seconds: float
+    others_s: float
+
+    def describe(self) -> str:
+        return (
+            f"The others wait for rank {self.rank}, whose own work takes {self.relative:.2f} times as long as theirs:"
+            f" {seconds_text(self.seconds)} of {self.cause} instead of {seconds_text(self.others_s)}."
+        )
+
+
+def slow_ranks(by_rank: Mapping[int, Mapping[str, float]]) -> list[SlowRank]:
+    """The ranks whose own work takes at least 10% longer than that of the others, the slowest first."""
+    found = []
+    for rank, kinds in by_rank.items():
+        others = [other for number, other in by_rank.items() if number != rank]
+        if not others:
+            continue
+        typical = {kind: median(other[kind] for other in others) for kind in _OWN_WORK}
+        of_others = median(sum(other[kind] for kind in _OWN_WORK) for other in others)
+        relative = sum(kinds[kind] for kind in _OWN_WORK) / of_others if of_others else 1.0
+        if relative >= _SLOW:
+            cause = max(_OWN_WORK, key=lambda kind: kinds[kind] - typical[kind])
+            found.append(SlowRank(rank, relative, cause, kinds[cause], typical[cause]))
+    return sorted(found, key=lambda slow: -slow.relative)
 
 
 def explain_run(folder: str | Path) -> Answer:
@@ -72,32 +109,31 @@ def explain_run(folder: str | Path) -> Answer:
         "rows": [{"rank": rank, **kinds} for rank, kinds in by_rank.items()],
         "differences": {kind: mean[kind] - predicted[kind] for kind in KINDS},
     }
-    slow = [speed for speed in rank_speeds(later) if speed.relative >= _SLOW] if len(by_rank) > 1 else []
-    values["slow_ranks"] = [{"rank": speed.rank, "relative": speed.relative} for speed in slow]
-    sentences = _sentences(predicted, mean, [(speed.rank, speed.relative) for speed in slow])
+    slow = slow_ranks(by_rank)
+    values["slow_ranks"] = [{"rank": one.rank, "relative": one.relative, "cause": one.cause} for one in slow]
+    sentences = _sentences(predicted, mean, slow)
     return Answer("slower_run", ("a step", *KINDS, "whole step"), tuple(rows), tuple(sentences), values)
 
 
-def _sentences(
-    predicted: Mapping[str, float], mean: Mapping[str, float], slow: Sequence[tuple[int, float]]
-) -> list[str]:
+def _sentences(predicted: Mapping[str, float], mean: Mapping[str, float], slow: Sequence[SlowRank]) -> list[str]:
     predicted_s, measured_s = sum(predicted.values()), sum(mean.values())
-    gap = measured_s - predicted_s
+    gap, ratio = measured_s - predicted_s, measured_s / predicted_s if predicted_s else 1.0
     if abs(gap) <= _CLOSE * predicted_s:
         first = f"The run was as fast as predicted: {seconds_text(measured_s)} a step, within 5% of the prediction."
+    elif ratio >= _MANY_TIMES:
+        first = (
+            f"A step took {seconds_text(measured_s)}, {ratio:.3g} times as long as the predicted"
+            f" {seconds_text(predicted_s)}."
+        )
     else:
         word = "slower" if gap > 0 else "faster"
         first = (
             f"A step took {seconds_text(measured_s)}, {abs(gap) / predicted_s:.0%} {word} than the predicted"
             f" {seconds_text(predicted_s)}."
         )
-    sentences = [first]
+    sentences = [first, *(rank.describe() for rank in slow[:5])]
     differences = sorted(((mean[kind] - predicted[kind], kind) for kind in KINDS), reverse=True)
     for extra, kind in differences:
-        if extra > _CLOSE / 2 * predicted_s:
-            sentences.append(f"{seconds_text(extra)} more of {kind}: {_ADVICE[kind]}.")
-    for rank, relative in slow[:5]:
-        sentences.append(
-            f"Rank {rank} computes {relative:.2f} times as long as the median rank, and others wait for it."
-        )
+        if extra > _CLOSE / 2 * max(predicted_s, measured_s):
+            sentences.append(f"{seconds_text(extra)} more of {kind} than predicted: {_ADVICE[kind]}.")
     return sentences

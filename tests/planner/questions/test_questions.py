@@ -11,7 +11,7 @@ from meshwright.planner.explanation.report import predict_given_plan
 from meshwright.planner.explanation.units import duration, plain_number
 from meshwright.planner.offload import search_with_offload
 from meshwright.planner.questions.answer import Answer
-from meshwright.planner.questions.bottleneck import answer_bottleneck, arithmetic_share, refusal
+from meshwright.planner.questions.bottleneck import Loading, answer_bottleneck, arithmetic_share, refusal
 from meshwright.planner.questions.differences import explain_difference
 from meshwright.planner.questions.goals import Limits, best_cluster, read_clusters, read_duration
 from meshwright.planner.questions.largest_batch import largest_batches, largest_samples
@@ -200,9 +200,14 @@ def test_the_difference_of_two_plans_is_that_of_their_terms() -> None:
 def test_what_limits_a_job_and_what_would_help() -> None:
     inputs, profiles = inputs_of("4xA100-80GB", 16), layers()
     result = search_with_offload(inputs, profiles)
-    answer = answer_bottleneck(result, inputs, profiles, loader_samples_per_s=10.0)
+    answer = answer_bottleneck(result, inputs, profiles, Loading(10.0))
     assert answer.values["bottleneck"] == "loader"
-    assert answer.values["changes"][0]["change"].startswith("loading that keeps up")
+    changes = answer.values["changes"]
+    assert [change["change"][:22] for change in changes] == ["loading that keeps up:"]  # nothing else loads faster
+    step_s = result.ranked[0].prediction.step_s
+    assert changes[0]["speedup"] == pytest.approx(16 / 10.0 / step_s)
+    assert Loading(10.0).wait_s(16, 0.5) == pytest.approx(1.1)
+    assert Loading(10.0, is_first=True).wait_s(16, 0.5) == pytest.approx(1.6)
     assert len(answer.values["changes"]) <= 3
     assert sum(row["share"] for row in answer.values["rows"]) == pytest.approx(1)
     assert 0 <= arithmetic_share(result.summary.profile, inputs, 4) < 0.5  # small products

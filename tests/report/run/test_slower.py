@@ -8,7 +8,8 @@ import pytest
 from meshwright.errors import InputError
 from meshwright.report.page import render
 from meshwright.report.questions.page import question_page
-from meshwright.report.run.slower import explain_run
+from meshwright.report.run.kinds import KINDS
+from meshwright.report.run.slower import explain_run, slow_ranks
 from meshwright.train.output.folder import RunFolder
 from tests.report.made_up_run import SLOW_RANK, STEP_S, make_run
 
@@ -19,7 +20,8 @@ def test_a_slow_rank_is_named_and_differences_add_up(tmp_path: Path) -> None:
     assert values["predicted_step_s"] == pytest.approx(STEP_S)
     assert sum(values["differences"].values()) == pytest.approx(values["measured_step_s"] - STEP_S)
     assert [slow["rank"] for slow in values["slow_ranks"]] == [SLOW_RANK]
-    assert f"Rank {SLOW_RANK} computes 1." in " ".join(answer.sentences)
+    assert values["slow_ranks"][0]["cause"] == "computing"
+    assert f"The others wait for rank {SLOW_RANK}, whose own work takes 1." in " ".join(answer.sentences)
     assert len(answer.rows) == 1 + 4
     assert "</html>" in render(question_page({**answer.to_dict(), "title": "run"}))
 
@@ -35,6 +37,18 @@ def test_loading_that_is_slower_than_predicted_is_named(tmp_path: Path) -> None:
     answer = explain_run(folder)
     assert max(answer.values["differences"], key=answer.values["differences"].__getitem__) == "waiting for data"
     assert "raise data.workers" in " ".join(answer.sentences)
+
+
+def test_a_rank_that_loads_slowly_is_named_with_loading_as_the_cause() -> None:
+    """The times are those of a run of two ranks, of which one had a loader that slept."""
+    rank_0 = dict(zip(KINDS, (0.0559, 0.0022, 0.185, 0.0399, 0.0009), strict=True))
+    rank_1 = dict(zip(KINDS, (0.0688, 0.0022, 0.0, 0.213, 0.0), strict=True))
+    (slow,) = slow_ranks({0: rank_0, 1: rank_1})
+    assert (slow.rank, slow.cause) == (1, "waiting for data")
+    assert slow.relative == pytest.approx((0.0688 + 0.213) / (0.0559 + 0.0399 + 0.0009))
+    assert "rank 1, whose own work takes 2.91 times as long" in slow.describe()
+    assert "213 ms of waiting for data instead of 39.9 ms" in slow.describe()
+    assert slow_ranks({0: rank_1}) == []
 
 
 def test_a_run_without_a_prediction_or_without_times_is_refused(tmp_path: Path) -> None:
