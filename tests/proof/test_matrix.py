@@ -23,8 +23,11 @@ from tests.proof.matrix_case import TOLERANCE, Worlds, by_size, matrix_request, 
 from tests.soaked import all_but
 from tests.zoo import BATCH, SAMPLES, ZOO, RandomSamples
 
+# The soak has the largest case: four ranks with three axes. Experts and context are each in another case.
+LARGEST = ("mixture", "S2C2E2 ring")
 
-@pytest.mark.parametrize(("kind", "case"), by_size(COVERING))
+
+@pytest.mark.parametrize(("kind", "case"), all_but(set(COVERING) - {LARGEST}, by_size(COVERING)))
 def test_a_plan_trains_the_same_model(worlds: Worlds, kind: str, case: str, tmp_path: Path) -> None:
     prove_case(worlds, kind, case, tmp_path)
 

@@ -24,14 +24,9 @@ def train_here(folder: Path, plan: Any = None, name: str = "llama", resume: Any 
     return train(0, 1, name, plan, str(folder), 22, resume, options)
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        pytest.param(REPLICATE, id="replicate", marks=pytest.mark.soak),
-        pytest.param(SHARD, id="shard"),
-        pytest.param(TENSOR, id="tensor", marks=pytest.mark.soak),
-    ],
-)
+# `test_dropout_continues_in_a_resumed_training` has one of them without the soak.
+@pytest.mark.soak
+@pytest.mark.parametrize("plan", [REPLICATE, SHARD, TENSOR], ids=["replicate", "shard", "tensor"])
 def test_killed_and_resumed_gives_the_same_losses(plan: Any, two: RankPool, tmp_path: Path) -> None:
     whole = train_here(tmp_path / "one")
     two.run(train, "llama", plan, str(tmp_path / "two"), 22, None, {**SAVING, "stop": 5})

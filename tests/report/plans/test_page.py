@@ -34,15 +34,25 @@ def test_the_page_of_a_search_has_every_section_and_nothing_goes_wrong(
     expected = ["The best plan", "Time", "Candidates", "Memory", "Exchanges", "Model", "Cluster", "Scaling"]
     assert [title for title in expected if title not in titles(page)] == []
     write_page(page, tmp_path / "plan.html")
-    for width, scheme in ((390, "dark"), (1150, "light")):
-        opened = open_page(tmp_path / "plan.html", width=width, scheme=scheme)
-        assert opened.problems == []
-        assert not opened.scrolls_sideways()
-        assert opened.page.locator("h1").inner_text() == f"Plan of {HOSTILE}"
-        assert opened.page.locator(".plot .main-svg").count() >= 2 * len(page.charts)
-        assert opened.page.locator("b:has-text('bold')").count() == 0
+    opened = open_page(tmp_path / "plan.html", width=1150, scheme="light")
+    everything_of_a_search_is_drawn(opened, page)
     hovering_over_a_candidate_shows_its_plan_and_the_reason(opened.page)
     modules_unfold_and_folded_blocks_say_how_many_they_are(opened.page)
+
+
+@pytest.mark.soak
+def test_the_page_of_a_search_on_a_phone_in_the_dark(tmp_path: Path, open_page: Callable[..., Any]) -> None:
+    page = plan_page(details_of_search())
+    write_page(page, tmp_path / "plan.html")
+    everything_of_a_search_is_drawn(open_page(tmp_path / "plan.html", width=390, scheme="dark"), page)
+
+
+def everything_of_a_search_is_drawn(opened: Any, page: Page) -> None:
+    assert opened.problems == []
+    assert not opened.scrolls_sideways()
+    assert opened.page.locator("h1").inner_text() == f"Plan of {HOSTILE}"
+    assert opened.page.locator(".plot .main-svg").count() >= 2 * len(page.charts)
+    assert opened.page.locator("b:has-text('bold')").count() == 0
 
 
 def points_apart(details: dict[str, Any]) -> list[dict[str, Any]]:
