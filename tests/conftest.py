@@ -141,9 +141,9 @@ def _tests_of_shard(items: list[pytest.Item], shard: str) -> list[pytest.Item]:
     """Deals out the cases of each test function to the shards in turn, beginning with one that depends on the
     function's name. So each shard has a part of every large matrix, and a new test changes the shards of no other
     function."""
-    number, count = (int(part) for part in shard.split("/"))
+    number, _, count = (int(part) if part.isdigit() else 0 for part in shard.partition("/"))
     if not 1 <= number <= count:
-        raise pytest.UsageError(f"--shard {shard}: write I/N with 1 <= I <= N")
+        raise pytest.UsageError(f"--shard {shard}: write I/N with 1 <= I <= N; 1/1 runs all tests")
     next_shard: dict[str, int] = {}
     selected = []
     for item in items:
