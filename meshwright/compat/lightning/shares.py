@@ -41,15 +41,19 @@ class SharesOfLoaders:
 
     def __init__(self) -> None:
         self._read: list[deque[BatchShare]] = []
+        self._has_begun = False  # whether a batch of these loaders was trained on
 
     def add_loader(self) -> Callable[[BatchShare | None], None]:
         """Returns the function that a loader calls with the share of each batch, and with None when its loop begins."""
+        if self._has_begun:  # Lightning sets up all loaders of a training again
+            self._read, self._has_begun = [], False
         shares: deque[BatchShare] = deque()
         self._read.append(shares)
         return lambda share: shares.clear() if share is None else shares.append(share)
 
     def begin(self) -> BatchShare:
         """The share of the next batch; that of equal ranks if loaders have not told any."""
+        self._has_begun = True
         begun = [shares.popleft() for shares in self._read if shares]
         if any(share.weight != begun[0].weight for share in begun):
             raise InputError(

@@ -172,7 +172,7 @@ class MeshwrightTrainer(Trainer):
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """Also tells the accelerator which loaders are for evaluations."""
-        arguments = inspect.signature(Trainer._get_dataloader).bind(self, *args, **kwargs).arguments
+        arguments = inspect.signature(super()._get_dataloader).bind(*args, **kwargs).arguments
         self.accelerator.prepares_evaluation = not arguments.get("is_training", False)
         try:
             return super()._get_dataloader(*args, **kwargs)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
+from meshwright.compat.lightning.shares import SharesOfLoaders, batch_share
 from meshwright.errors import InputError
 from meshwright.train.output.folder import RunFolder
 from tests.compat.lightning.modules import Gan, Regression, WithSession, largest_difference, plain, samples
@@ -102,7 +103,8 @@ def test_a_fabric_loop_trains_as_with_equal_shares(plan: Any, two: RankPool) -> 
         assert largest_difference(expected, weights) < 1e-9
 
 
-@pytest.mark.parametrize("name", ["regression", pytest.param("gan", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["regression", "gan"])
 def test_the_train_command_divides_batches_by_shares(name: str, two: RankPool, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
@@ -138,6 +140,24 @@ def test_a_batch_of_a_stream_has_its_own_weight(plan: Any, two: RankPool, tmp_pa
             pool.run(train_here, "regression", plan_of_pool, str(run), fields)
             results.append(weights_of(RunFolder(run), "regression"))
     assert largest_difference(*results) < 1e-9
+
+
+def test_shares_belong_to_the_batch_that_is_trained_on() -> None:
+    """Lightning reads a batch ahead of some loaders, reads several loaders together, and sets them up again."""
+    shares = SharesOfLoaders()
+    note = shares.add_loader()
+    note(batch_share(3, 4, 2))
+    note(batch_share(1, 2, 2))  # read ahead
+    assert [shares.begin().samples, shares.begin().samples, shares.begin().samples] == [3, 1, None]
+    note(batch_share(2, 4, 2))  # is never trained on
+    first, second = shares.add_loader(), shares.add_loader()
+    first(batch_share(3, 4, 2))
+    second(batch_share(6, 8, 2))
+    assert shares.begin().weight == 1.5
+    first(batch_share(3, 4, 2))
+    second(batch_share(5, 8, 2))
+    with pytest.raises(InputError, match=r"different shares of their batches on this rank \(3, 5 samples\)"):
+        shares.begin()
 
 
 class Gathering(Regression):
