@@ -11,12 +11,18 @@ from meshwright.errors import InputError
 from meshwright.job import Job, load_plan
 from meshwright.job_sections.sections import LearningRateSchedule, LossScaleSettings, Optimizer
 from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Shares
 
 
 def job_of_config(job: Job, file: Path, ranks: int) -> tuple[Job, Plan]:
     """Returns the job as the configuration changes it, and the plan of the configuration for this number of ranks.
     Values that the configuration leaves out, or that are `auto`, are those of the job; without a clipping norm,
     DeepSpeed's default is used."""
+    if isinstance(job.plan, Plan) and job.plan.shares != Shares():
+        raise InputError(
+            f"the job's plan ({job.plan.summary()}) has shares, but --deepspeed {file} gives the plan, which divides"
+            " batches and weights evenly: leave out plan.shares, or --deepspeed"
+        )
     config = read_config(file)
     warn_about_keys(config)
     refuse_sum(config)

@@ -65,3 +65,10 @@ def test_the_job_keeps_what_the_configuration_leaves_out(tmp_path: Path) -> None
 def test_what_does_not_fit_is_explained(tmp_path: Path, config: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         _changed(tmp_path, config)
+
+
+def test_shares_of_the_job_are_not_forgotten(tmp_path: Path) -> None:
+    (tmp_path / "ds_config.json").write_text("{}")
+    job = parse_job({**RAW, "plan": {"axes": {"replicate": 2}, "shares": [2, 1]}})
+    with pytest.raises(InputError, match=r"has shares, but --deepspeed .* leave out plan.shares, or --deepspeed"):
+        job_of_config(job, tmp_path / "ds_config.json", 2)
