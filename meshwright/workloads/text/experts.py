@@ -78,13 +78,14 @@ class Experts(nn.Module):
         order = flat.argsort(stable=True)
         counts = flat.new_zeros(self.num_experts + 1).scatter_add(0, flat, torch.ones_like(flat))[:-1]
         ends = counts.cumsum(0).int()  # where the rows of each expert end
-        rows = tokens.index_select(0, order // choices.shape[-1])
+        # Grouped products leave rows without an expert undefined, and the gradients of these rows, too.
+        is_dropped = (flat.index_select(0, order) == self.num_experts)[:, None]
+        rows = tokens.index_select(0, order // choices.shape[-1]).masked_fill(is_dropped, 0.0)
         up = grouped_product(rows, self.up, ends)
         gate = grouped_product(rows, self.gate, ends) if isinstance(self.gate, Tensor) else None
         inner = F.gelu(up, approximate="tanh") if gate is None else F.silu(gate) * up
-        out = grouped_product(inner, self.down, ends) * weights.reshape(-1, 1).index_select(0, order).to(rows.dtype)
-        is_dropped = flat.index_select(0, order) == self.num_experts
-        out = out.masked_fill(is_dropped[:, None], 0.0)  # grouped products leave rows without an expert undefined
+        out = grouped_product(inner, self.down, ends).masked_fill(is_dropped, 0.0)
+        out = out * weights.reshape(-1, 1).index_select(0, order).to(rows.dtype)
         ordered = torch.zeros_like(out).index_copy(0, order, out)
         return ordered.view(*choices.shape, -1).sum(1)
 
