@@ -51,6 +51,8 @@ def _why_not(plan: Plan) -> str | None:
         return f"axes.{axes[0]} is {getattr(plan.axes, axes[0])}: choose a plan of replicas and shards"
     if plan.modules.splits or plan.modules.branches:
         return "it divides layers: choose a plan of replicas and shards"
+    if plan.shares.shards:
+        return "shares.shards gives ranks unequal shards: leave it out"
     if plan.gradients.servers:
         return "only `meshwright train` starts parameter servers: set gradients.servers to 0"
     if plan.memory.accumulation > 1:

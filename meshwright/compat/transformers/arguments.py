@@ -92,6 +92,8 @@ def _why_not(plan: Plan, args: TrainingArguments) -> str | None:
         return "only `meshwright train` starts parameter servers: set gradients.servers to 0"
     if plan.axes.context > 1:
         return f"axes.context is {plan.axes.context}: choose a plan that divides no sequences, or use mw.parallelize"
+    if plan.shares.shards:
+        return "shares.shards gives ranks unequal shards, which checkpoints of transformers do not know: leave it out"
     if plan.memory.accumulation > 1:
         return "memory.accumulation is above 1: set it to 1, and give gradient_accumulation_steps to TrainingArguments"
     if plan.modules.branches:
