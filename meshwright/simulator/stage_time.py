@@ -139,14 +139,16 @@ def _stage_time(whole: ModelProfile, local: ModelProfile, inputs: StepInputs) ->
         for phase in _PHASES
     ]
     device_s = forward_s + backward_s + tensor_forward_s + tensor_backward_s + expert_forward_s + expert_backward_s
-    device_s += sum(context_s)
+    shard_s = _shard_s(local, forward_s, backward_s, inputs)
+    # While the device waits for an exchange, its host launches ahead.
+    device_s += sum(context_s) + shard_s
     return StageTime(
         forward_s,
         backward_s,
         runtime.host_wait_s(launch_s, device_s) + _orchestration_s(local, messages, inputs),
         tensor_forward_s,
         tensor_backward_s,
-        _shard_s(local, forward_s, backward_s, inputs),
+        shard_s,
         expert_forward_s,
         expert_backward_s,
         *context_s,

@@ -44,7 +44,9 @@ def step_end(
     """The seconds after the passes of a pipeline rank, without communication that hides behind compute. Combining
     gradients hides behind the last backward pass, except for the last bucket, which is ready only when the pass ends.
     It also hides behind `slack_s`, in which other pipeline ranks still compute. Gathering weights once a step hides
-    behind the next forward pass."""
+    behind the next forward pass. While a GPU waits for these exchanges, its host launches ahead, so that the GPU waits
+    for the host less by as much: a step takes as long as the launches, or as the work of the device with all that does
+    not hide, whichever is longer."""
     plan, runtime, kind = inputs.plan, inputs.runtime, inputs.device.kind
     numbers: tuple[int, ...] = (0,)
     if plan.axes.pipeline > 1:
@@ -78,6 +80,10 @@ def step_end(
     gather_s = 0.0
     if plan.memory.sharding != "parameters" and exchange.gather_s:
         gather_s = overlap(forward_s * runtime.gather_overlap, exchange.gather_s, kind).exposed_s
+    if kind == "cuda" and exposed_s + gather_s:
+        host_waits_s = plan.microbatches * sum(times[number].launch_s for number in numbers)
+        left = max(0.0, 1 - host_waits_s / (exposed_s + gather_s))
+        exposed_s, gather_s = left * exposed_s, left * gather_s
     replicate_share = exchange.replicate_s / combine_s if combine_s else 0.0
     shard_bytes = sum(parameter.bytes for parameter in trained) * inputs.shard_part
     offload_s, update_s = _update_s(shard_bytes, len(trained), inputs)

@@ -161,9 +161,9 @@ def plan_point(label: str, inputs: PlanningInputs, profiles: Profiles) -> Planne
 
 def plan_changed_point(point: PlannedPoint, change: str, profiles: Profiles) -> PlannedPoint:
     """The same point on a cluster with the change, as `--what-if` writes it. An improvement makes no step longer. The
-    search may say so, because it prefers simple plans that are slower within the error of predictions, and because
-    exchanges are predicted to hide behind computing, but not behind waiting for the host, so that less computing hides
-    less of them. The plan of the point is then the answer, at most with the step that it had without the change."""
+    search may say so, because it prefers simple plans that are slower within the error of predictions. The plan of the
+    point is then the answer, at most with the step that it had without the change: plans with a pipeline, or with both
+    replicas and shards, can be predicted to take longer on faster devices (docs/questions.md)."""
     inputs = replace(point.inputs, cluster=changed(point.inputs.cluster, change))
     other = plan_point(point.label, inputs, profiles)
     if point.best is None or (other.best is not None and other.step_s <= point.step_s):
