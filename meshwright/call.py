@@ -101,6 +101,11 @@ def bind(call: Call, role: str) -> Callable[..., Any]:
     return partial(target, **arguments) if arguments else target
 
 
+def takes(call: Call, name: str) -> bool:
+    """Whether what is called has a parameter of this name."""
+    return name in _parameter_names(load(call.call))
+
+
 def check_arguments(
     target: Callable[..., Any], positional: tuple[Any, ...], arguments: Mapping[str, Any], role: str
 ) -> None:

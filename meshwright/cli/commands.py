@@ -23,6 +23,7 @@ from meshwright.cli.options import (
     AsJson,
     ClusterName,
     JobFile,
+    OptionsOnce,
     PlanFile,
     Settings,
     Trust,
@@ -189,12 +190,12 @@ def _job_of_deepspeed(job: "Job", file: Path, plan: Path | None, cluster: str | 
     return job_of_config(job, file, ranks)
 
 
-app.command()(plan)
+app.command(cls=OptionsOnce)(plan)
 app.command()(export)
 app.command()(init)
 app.command()(launch)
-app.command()(doctor)
-app.command()(explain)
+app.command(cls=OptionsOnce)(doctor)
+app.command(cls=OptionsOnce)(explain)
 app.command()(report)
 app.command()(watch)
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(horovodrun)

@@ -4,11 +4,25 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperOption
 
 from meshwright.cli.ready_jobs import complete_job, find_job
 from meshwright.errors import InputError
 from meshwright.files.user_path import user_path
 from meshwright.limits import LARGEST_COUNT
+
+
+class OptionsOnce(TyperCommand):
+    """A command that refuses an option with a value which is there twice, instead of taking the last one. Options that
+    may be repeated are lists."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        for number, option in enumerate(order):
+            is_single = isinstance(option, TyperOption) and not option.multiple and not option.is_flag
+            if is_single and option in order[:number]:
+                raise InputError(f"{option.opts[0]} is there twice: leave out one")
+        return super().parse_args(ctx, args)
 
 
 def path_argument(metavar: str, help: str) -> Any:

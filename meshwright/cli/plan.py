@@ -120,8 +120,9 @@ def plan(
     question = PlanQuestion(
         batch, sweep, tuple(what_if or ()), goal, deadline, budget, epochs, clusters, price, explain
     )
-    if (is_question := question.is_asked()) and (plan or output or details):
-        given = "--plan" if plan else "--output" if output else "--details"
+    for_one_plan = {"--plan": plan, "--output": output, "--details": details, "--full": full}
+    given = next((name for name, value in for_one_plan.items() if value), None)
+    if (is_question := question.is_asked()) and given:
         raise InputError(f"{given} is for one plan: leave it out of a question; --html draws the answer")
     job_settings, fixed_settings = plan_settings(settings or [])
     constraints = read_constraints([*fixed_settings, *(fix or [])], avoid or [], max_memory, precision)

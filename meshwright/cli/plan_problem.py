@@ -141,6 +141,8 @@ def load_problem(request: PlanRequest) -> PlanProblem:
 
 def _job_with_sequence(request: PlanRequest, job: "Job", tokens: int) -> "Job":
     """Returns the job with samples of another number of tokens: of a model, or of a job whose data have `sequence`."""
+    from meshwright.call import takes
+
     sizes = request.sizes
     if is_model_name(request.word):
         return _load_job(request.word, request.settings, SampleSizes(sizes.global_batch, tokens, sizes.image))
@@ -151,7 +153,8 @@ def _job_with_sequence(request: PlanRequest, job: "Job", tokens: int) -> "Job":
             f"--sweep sequence={tokens}: the job's data.train has no keyword 'sequence' that could be varied: use a"
             " model such as hf:llama, or run plan once for each job"
         )
-    lengths = [f"{name}.sequence={tokens}" for name in (*names, "model")]
+    names += ["model"] if takes(job.model, "sequence") else []
+    lengths = [f"{name}.sequence={tokens}" for name in names]
     return _load_job(request.word, [*request.settings, *lengths], SampleSizes(image=sizes.image))
 
 

@@ -164,6 +164,11 @@ class Device(_FrozenValue):
         memory."""
         return any(instruction.endswith(f"-{dtype}") for instruction in self.instructions)
 
+    @property
+    def has_graphs(self) -> bool:
+        """Whether work of the device can be captured as a CUDA graph, which torch has for GPUs of NVIDIA and AMD."""
+        return self.kind == "cuda" and self.platform in ("cuda", "rocm")
+
 
 class Curve(_FrozenValue):
     """Measured times of one collective for several sizes of the whole tensor, on one number of ranks and nodes."""

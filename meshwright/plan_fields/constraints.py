@@ -165,6 +165,8 @@ def read_value(name: str, value: Any) -> Any:
             near = did_you_mean(name, [f"{group}.{field}" for field in _GROUPS[group].model_fields])
         raise InputError(f"'{name}' is no field of a plan{near or ': docs/job.md lists them'}")
     field_info = FIELDS[name]
+    if isinstance(value, bool) and not isinstance(field_info.default, bool):  # pydantic would take it for 0 or 1
+        raise InputError(f"{name} is {shown(value)}: write {'a number' if _is_count(name) else 'one of its values'}")
     try:
         adapter: TypeAdapter[Any] = TypeAdapter(field_info.rebuild_annotation())
         read = adapter.validate_python(value)
@@ -184,9 +186,9 @@ def constraints_from_words(
 ) -> Constraints:
     """The constraints that words of a command line say: `axes.tensor=4`, `pipeline`, `40GB` and `bf16`."""
     values: dict[str, Any] = {}
-    for word in (*fix, *([f"numerics.precision={precision}"] if precision else [])):
+    for word in (*fix, *([f"numerics.precision={precision}"] if precision is not None else [])):
         name, equals, text = word.partition("=")
-        if not equals or not name:
+        if not equals or not name or not text.strip():
             raise InputError(f"--fix {word}: write a field of a plan and its value, such as --fix axes.tensor=4")
         value = read_value(name, _parse(text, f"--fix {word}"))
         if values.get(name, value) != value:
@@ -215,6 +217,10 @@ def shown(value: Any) -> str:
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(str, value))}]"
     return str(value)
+
+
+def _is_count(name: str) -> bool:
+    return isinstance(FIELDS[name].default, int)
 
 
 def _parse(text: str, source: str) -> Any:

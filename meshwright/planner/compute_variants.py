@@ -151,11 +151,14 @@ def _compilations(plan: Plan, inputs: PlanningInputs, blocks: bool) -> _Choices:
     if inputs.cluster.kind != "cuda":
         return []
     choices: _Choices = []
-    if plan.world_size == 1:  # without compiled code, a graph includes the whole step and cannot include communication
+    has_graphs = inputs.device.has_graphs
+    if (
+        plan.world_size == 1 and has_graphs
+    ):  # without compiled code, a graph includes the whole step and cannot include communication
         choices.append({"compute": {"cuda_graphs": True}})
     for compiled in _compiled_parts(plan, blocks):
         choices.append({"compute": {"compile": compiled}})
-        if plan.axes.tensor == plan.axes.pipeline == 1:
+        if plan.axes.tensor == plan.axes.pipeline == 1 and has_graphs:
             choices.append({"compute": {"compile": compiled, "cuda_graphs": True}})
     if plan.compute.loss_chunks > 1:  # compiled code keeps fewer tensors, so that the plan may fit without chunks
         choices += [{"compute": {**choice["compute"], "loss_chunks": 1}} for choice in choices]

@@ -33,7 +33,11 @@ CheckPlan = Callable[[Plan], None]
 
 
 class NoPlanFits(InputError):
-    """No plan needs as little memory as a device has."""
+    """No plan needs as little memory as a device has; or, without `lacks_memory`, there are no plans."""
+
+    def __init__(self, message: str, lacks_memory: bool = True) -> None:
+        super().__init__(message)
+        self.lacks_memory = lacks_memory
 
 
 def accept_every_plan(_: Plan) -> None:

@@ -28,11 +28,14 @@ def search_with_offload(inputs: PlanningInputs, profiles: Profiles) -> SearchRes
         return search(inputs, profiles)
     try:
         result = search(inputs, profiles)
-    except NoPlanFits:
+    except NoPlanFits as without_offload:
         try:
             return search(replace(inputs, offload="optimizer"), profiles)
         except NoPlanFits:
-            return search(replace(inputs, offload="parameters"), profiles)
+            try:
+                return search(replace(inputs, offload="parameters"), profiles)
+            except NoPlanFits as error:
+                raise (error if error.lacks_memory else without_offload) from None
     best = result.ranked[0]
     if _least_cost_s(best, result, inputs) >= _avoidable_s(best):
         return result

@@ -202,7 +202,8 @@ def search(inputs: PlanningInputs, profiles: Profiles) -> SearchResult:
     results = [_search_precision(inputs, profiles, precision) for precision in inputs.precisions_to_try()]
     fitting = [result for result in results if result.ranked]
     if not fitting:
-        raise NoPlanFits(describe_closest(inputs, results))
+        has_plans = any(result.family_bests or result.excluded for result in results)
+        raise NoPlanFits(describe_closest(inputs, results), lacks_memory=has_plans)
     ranked = sorted((priced for result in fitting for priced in result.ranked), key=_step_s)
     best = _preferred(ranked)
     others = [priced for priced in ranked if priced is not best]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.errors import InputError
+from meshwright.limits import LARGEST_COUNT
 
 if TYPE_CHECKING:
     from meshwright.plan_fields.constraints import Constraints
@@ -61,7 +62,9 @@ Budget = Annotated[
 ]
 Epochs = Annotated[
     int | None,
-    typer.Option("--epochs", min=1, metavar="N", help="With --for: how long to train; by default the job's."),
+    typer.Option(
+        "--epochs", min=1, max=LARGEST_COUNT, metavar="N", help="With --for: how long to train; by default the job's."
+    ),
 ]
 Clusters = Annotated[
     str | None,

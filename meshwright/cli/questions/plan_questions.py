@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from meshwright.cluster.cluster import Cluster
     from meshwright.job import Job
     from meshwright.planner.inputs import PlanningInputs
+    from meshwright.planner.profiles import Profiles
     from meshwright.planner.questions.answer import Answer
 
 _GOALS = ("time", "cost", "devices")
@@ -127,7 +128,12 @@ def _sweep(question: PlanQuestion, problem: PlanProblem, inputs: "PlanningInputs
     assert question.sweep is not None
     name, values = read_sweep(question.sweep)
     inputs = with_cluster_price(inputs, question.price)
-    inputs_of = problem.with_sequence if name == "sequence" else None
+
+    def with_sequence(tokens: str) -> "tuple[PlanningInputs, Profiles]":
+        other, profiles = problem.with_sequence(tokens)
+        return with_cluster_price(other, question.price), profiles
+
+    inputs_of = with_sequence if name == "sequence" else None
     return sweep(name, values, inputs, problem.profiles, question.what_if, inputs_of, problem.on_cluster)
 
 

@@ -90,11 +90,6 @@ def bounds_hold(constraints: Constraints) -> bool:
     return all(name in _OF_CANDIDATES or value == FIELDS[name].default for name, value in constraints.fixed.items())
 
 
-def without_effect(plan: Plan, constraints: Constraints) -> list[str]:
-    """The fixed fields that have no effect in this plan, because it does not have their axis."""
-    return [name for name in constraints.fix if name in _NEEDS_AXIS and _has_no_effect(name, plan)]
-
-
 _NEEDS_AXIS = {"memory.sharding": "shard", "pipeline.schedule": "pipeline"}
 
 

@@ -5,10 +5,11 @@ check_model   contradictions to the model, which is traced for them
 """
 
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
+from meshwright.dtypes import Dtype
 from meshwright.errors import InputError, did_you_mean
 from meshwright.plan import Plan
 from meshwright.plan_fields.constraints import shown
@@ -33,14 +34,37 @@ def check_inputs(inputs: PlanningInputs) -> None:
             f"memory.offload is fixed to {fixed['memory.offload']}, but '{inputs.cluster.name}' has no GPUs whose"
             " tensors could be kept in CPU memory: leave it out"
         )
-    precision = fixed.get("numerics.precision", "fp32")
-    if precision == "fp8" and not inputs.device.accelerates("fp8"):
-        raise InputError(
-            f"numerics.precision is fixed to fp8, but the {inputs.device.name} has no instructions for it: choose bf16"
-        )
+    _check_device(inputs)
     _check_axes(inputs)
     _check_microbatches(inputs)
     _check_with_each_other(fixed)
+
+
+def _check_device(inputs: PlanningInputs) -> None:
+    """Raises an `InputError` for fields that the devices of the cluster cannot have."""
+    fixed, device = inputs.constraints.fixed, inputs.device
+    is_cpu, cluster = inputs.cluster.kind == "cpu", f"'{inputs.cluster.name}'"
+    precision = fixed.get("numerics.precision", "fp32")
+    for dtype, other in (("fp8", "bf16"), ("tf32", "fp32")):
+        if precision == dtype and not device.accelerates(cast(Dtype, dtype)):
+            raise InputError(
+                f"numerics.precision is fixed to {dtype}, but the {device.name} has no instructions for it: choose"
+                f" {other}"
+            )
+    if fixed.get("compute.cuda_graphs") and not device.has_graphs:
+        raise InputError(
+            f"compute.cuda_graphs is fixed to true, but {cluster} has no GPUs of NVIDIA or AMD: leave it out"
+        )
+    if fixed.get("compute.convolutions") == "nnpack" and not is_cpu:
+        raise InputError(
+            f"compute.convolutions is fixed to nnpack, whose kernels are for CPUs, but {cluster} has GPUs: leave it out"
+        )
+    algorithm = fixed.get("gradients.algorithm", "auto")
+    if algorithm not in ("auto", "native") and not is_cpu:
+        raise InputError(
+            f"gradients.algorithm is fixed to {algorithm}, which combines gradients of CPU ranks, but {cluster} has"
+            " GPUs: choose native"
+        )
 
 
 def _check_axes(inputs: PlanningInputs) -> None:
@@ -181,6 +205,6 @@ def no_plan_keeps(inputs: PlanningInputs, refusal: str = "") -> str:
         return f"no plan can be run on '{cluster}'"
     because = f": {refusal}" if refusal else ": leave out one of them"
     return (
-        f"no plan for {inputs.global_batch} samples on '{cluster}' can be run with"
-        f" {inputs.constraints.describe()}{because}"
+        f"no plan for {inputs.global_batch} samples on '{cluster}' keeps the constraints"
+        f" ({inputs.constraints.describe()}){because}"
     )

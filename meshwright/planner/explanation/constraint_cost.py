@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from meshwright.plan_fields.constraints import Constraints
-from meshwright.planner.constraints.apply import without_effect
+from meshwright.plan_fields.constraints import FIELDS, Constraints
+from meshwright.plan_fields.effects import Numerics
+from meshwright.planner.constraints.no_effect import without_effect
 from meshwright.planner.explanation.units import gib, seconds
 from meshwright.planner.search_result import PricedPlan
 
@@ -12,8 +13,11 @@ _AS_FAST = 5e-4
 _NOT_PREDICTED = ("gradients.powersgd_rank", "gradients.local_steps", "gradients.servers", "numerics.batch_norm")
 
 
-def cost_sentences(constraints: Constraints, best: PricedPlan, free: PricedPlan) -> list[str]:
-    """Says how much slower the best plan with constraints is than the `free` one, and which of them have no effect."""
+def cost_sentences(
+    constraints: Constraints, best: PricedPlan, free: PricedPlan, allow: Numerics = "changes"
+) -> list[str]:
+    """Says how much slower the best plan with constraints is than the `free` one, which of them have no effect, and
+    which the search without them may not choose because of `allow`."""
     slower = best.prediction.step_s / free.prediction.step_s - 1
     other = f"the best plan without them, {free.plan.summary()} ({gib(free.needed_bytes)})"
     words = constraints.describe()
@@ -26,16 +30,19 @@ def cost_sentences(constraints: Constraints, best: PricedPlan, free: PricedPlan)
             f"The constraints ({words}) cost {slower:.1%}: {other}, takes {seconds(free.prediction.step_s)} a step."
         ]
     else:
-        sentences = [
-            f"The constraints ({words}) cost nothing: {other}, takes {seconds(free.prediction.step_s)} a step. It is"
-            " preferred because it is simpler and the difference is within the error of predictions, or the search"
+        why = (
+            "It is preferred because it is simpler and the difference is within the error of predictions, or the search"
             " without constraints does not try such plans."
+        )
+        if beyond := constraints.beyond(allow):
+            why = f"By itself, the search does not choose {beyond}, because allow is {allow}."
+        sentences = [
+            f"The constraints ({words}) cost nothing: {other}, takes {seconds(free.prediction.step_s)} a step. {why}"
         ]
-    for name in without_effect(best.plan, constraints):
-        axis = "shard" if name == "memory.sharding" else "pipeline"
-        sentences.append(f"{name} has no effect in this plan, which has no {axis} axis: --fix axes.{axis}=N adds one.")
+    for name, why in without_effect(best.plan, constraints).items():
+        sentences.append(f"{name} has no effect in this plan, {why}.")
     for name in _NOT_PREDICTED:
-        if name in constraints.fix and constraints.fix[name] not in (0, 1, "local"):
+        if name in constraints.fix and constraints.fix[name] != FIELDS[name].default:
             sentences.append(f"What {name} changes is not predicted: the step is that of a plan without it.")
     return sentences
 

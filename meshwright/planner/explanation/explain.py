@@ -7,7 +7,7 @@ from meshwright.planner.explanation.host_memory import host_memory
 from meshwright.planner.explanation.sequences import sequences
 from meshwright.planner.explanation.terms import COMMUNICATION, term_words
 from meshwright.planner.explanation.unequal import unequal
-from meshwright.planner.explanation.units import gib, plain_number, seconds
+from meshwright.planner.explanation.units import duration, gib, plain_number, seconds
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.model_summary import ModelSummary
 from meshwright.planner.preference import describe_preference
@@ -350,9 +350,11 @@ def cost(priced: PricedPlan, inputs: PlanningInputs) -> str:
     """A sentence with the price of an epoch if its length is known, otherwise of a thousand steps."""
     price = inputs.cluster.price_per_hour
     assert price is not None
-    steps, duration = 1000.0, "1,000 steps"
+    steps, words = 1000.0, "1,000 steps cost {} and take {}"
     if inputs.epoch_samples is not None:
         steps = -(-inputs.epoch_samples // inputs.global_batch)
-        duration = f"an epoch of {inputs.epoch_samples:,} samples"
-    hours = steps * priced.prediction.step_s / 3600
-    return f"At {price:,.2f} per hour, {duration} cost {price * hours:,.2f} and take {hours:,.2f} hours."
+        words = f"an epoch of {inputs.epoch_samples:,} samples costs {{}} and takes {{}}"
+    length_s = steps * priced.prediction.step_s
+    return (
+        f"At {plain_number(price)} per hour, {words.format(plain_number(price * length_s / 3600), duration(length_s))}."
+    )

@@ -6,6 +6,7 @@ from math import ceil
 from meshwright.cluster.cluster import Device
 from meshwright.plan import Plan
 from meshwright.planner.constraints.contradictions import no_plan_keeps
+from meshwright.planner.explanation.units import gib
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.search_result import SearchResult
 
@@ -24,18 +25,19 @@ def describe_closest(inputs: PlanningInputs, results: Sequence[SearchResult]) ->
     if not options:
         return no_plan_keeps(inputs, refusal)
     needed, plan, at_least, device = min(options, key=lambda option: option[0] / inputs.capacity_of(option[3]))
-    capacity, gib = inputs.capacity_of(device), 2**30
+    capacity = inputs.capacity_of(device)
     limit = inputs.constraints.max_memory
-    reason = f"{device.memory_bytes / gib:.1f} GiB without a margin of {inputs.memory_margin:.0%}"
-    if limit is not None and limit == capacity:
-        reason = f"max_memory is {limit / 1e9:.3g} GB"
-    kept = f" with {inputs.constraints.describe()}" if inputs.constraints.fixed else ""
+    reason = f"{gib(device.memory_bytes)} without a margin of {inputs.memory_margin:.0%}"
+    is_limited = limit is not None and limit == capacity
+    if is_limited:
+        reason = "max_memory"
+    kept = f" with the constraints ({inputs.constraints.describe()})" if inputs.constraints else ""
     kept += f", also with memory.offload: {inputs.offload}" if inputs.offload != "none" else ""
     return (
         f"the model fits no plan on '{inputs.cluster.name}'{kept}: the closest, {plan.summary()}, needs {at_least}"
-        f"{needed / gib:.1f} GiB, but a plan may use {capacity / gib:.1f} GiB of one {device.name}"
-        f" ({reason}). That is"
-        f" {(needed - capacity) / gib:.1f} GiB too much: {_what_would_help(inputs, results)}"
+        f"{gib(needed)}, but a plan may use {gib(capacity)} of one {device.name} ({reason}). That is"
+        f" {gib(needed - capacity)} too much: {'raise max_memory, or ' if is_limited else ''}"
+        f"{_what_would_help(inputs, results)}"
     )
 
 
@@ -49,5 +51,5 @@ def _what_would_help(inputs: PlanningInputs, results: Sequence[SearchResult]) ->
         return "use more or larger devices, or a smaller batch"
     return (
         f"use more or larger devices. Without offload, {devices:,} devices of this kind are needed at least, for"
-        f" weights, gradients and optimizer state of {states / 2**30:,.0f} GiB"
+        f" weights, gradients and optimizer state of {gib(states)}"
     )

@@ -65,7 +65,7 @@ def report_search(
     too much memory. `free` is the best plan without the constraints of the inputs, if there are any."""
     best = result.ranked[0]
     constraints = inputs.constraints
-    costs = cost_sentences(constraints, best, free) if free is not None else []
+    costs = cost_sentences(constraints, best, free, inputs.allow) if free is not None else []
     ranked = {priced.candidate for priced in result.ranked}
     rejected = [
         (priced.plan, reason(priced, best, inputs))
@@ -139,7 +139,7 @@ def _basis(inputs: PlanningInputs, profiles: Profiles) -> str:
 
 def _untested_sentence(parts: Sequence[str], inputs: PlanningInputs) -> Iterator[str]:
     """Yields the sentence about the parts of the best plan that are untested, if there are any."""
-    if parts:
+    if parts and inputs.device.platform == "cuda":  # elsewhere, `_basis` says that nothing has been run
         device = inputs.cluster.nodes[0].device.name
         yield (
             f"Untested (*) on several {device}: {', '.join(parts)}. `meshwright doctor --selftest` on a machine with"

@@ -1,14 +1,14 @@
 """`Answer`: what every question returns, as a table with sentences for people and as JSON for scripts; and
 `PlannedPoint`, the best plan for one cluster and batch, of which answers are made."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from meshwright.cluster.cluster import Cluster
+from meshwright.cluster.cluster import Cluster, Device
 from meshwright.errors import InputError
 from meshwright.planner.explanation.units import gib, plain_number, seconds
 from meshwright.planner.inputs import PlanningInputs
@@ -45,8 +45,9 @@ def show_answer(answer: Answer, console: Console) -> None:
         table.add_column(name, justify="right" if number else "left")
     for row in answer.rows:
         table.add_row(*row[: len(columns)])
-    console.print(table)
-    console.print()
+    if answer.rows:
+        console.print(table)
+        console.print()
     plans = [f"{row[0]}: {row[-1]}" for row in answer.rows] if has_plans else []
     for line in (*plans, *([""] if plans else []), *answer.sentences):
         console.print(line, markup=False, highlight=False, soft_wrap=not console.is_terminal)
@@ -129,6 +130,25 @@ class PlannedPoint:
             return "–", "–", "–", shortened(self.problem)
         memory = gib(self.best.needed_bytes)
         return seconds(self.step_s), plain_number(self.samples_per_s), memory, self.best.plan.summary()
+
+
+_PLATFORMS = {"rocm": "GPUs of AMD", "gaudi": "Gaudis", "mps": "GPUs of Apple"}
+
+
+def estimates(points: Sequence[PlannedPoint]) -> list[str]:
+    """A sentence about the points whose devices Meshwright has never run on."""
+    return estimate_of([node.device for point in points for node in point.inputs.cluster.nodes])
+
+
+def estimate_of(devices: Sequence[Device]) -> list[str]:
+    """A sentence about those of the devices that Meshwright has never run on; none if it has run on all kinds."""
+    others = {device.name: _PLATFORMS[device.platform] for device in devices if device.platform in _PLATFORMS}
+    if not others:
+        return []
+    return [
+        f"The figures of {', '.join(others)} are estimates from published rates and links: nothing of Meshwright has"
+        f" been run on {' and '.join(dict.fromkeys(others.values()))}."
+    ]
 
 
 InputsOn = Callable[[Cluster], tuple[PlanningInputs, Profiles]]

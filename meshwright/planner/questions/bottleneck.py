@@ -18,7 +18,7 @@ from meshwright.planner.explanation.units import gib, plain_number, seconds
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.offload import search_with_offload
 from meshwright.planner.profiles import Profiles
-from meshwright.planner.questions.answer import Answer, priced_again
+from meshwright.planner.questions.answer import Answer, estimate_of, priced_again
 from meshwright.planner.questions.variations import changed
 from meshwright.planner.search_result import PricedPlan, SearchResult
 from meshwright.profile.values import ModelProfile
@@ -179,6 +179,7 @@ def answer_bottleneck(
         " samples per second."
         for number, change in enumerate(changes, 1)
     ] or ["No single change that was tried makes it faster by more than 1%."]
+    sentences += estimate_of([node.device for node in inputs.cluster.nodes])
     values = {
         "runs": True,
         "cluster": inputs.cluster.name,

@@ -18,7 +18,14 @@ from meshwright.files.yaml_file import read_mapping
 from meshwright.planner.explanation.units import duration, plain_number
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
-from meshwright.planner.questions.answer import Answer, InputsOn, PlannedPoint, inputs_on_cluster, plan_point
+from meshwright.planner.questions.answer import (
+    Answer,
+    InputsOn,
+    PlannedPoint,
+    estimates,
+    inputs_on_cluster,
+    plan_point,
+)
 
 Goal = Literal["time", "cost", "devices"]
 GOALS: tuple[Goal, ...] = get_args(Goal)
@@ -35,7 +42,7 @@ class Limits:
 
 def read_duration(text: str, source: str) -> float:
     """The seconds of `3d`, `12h`, `90min` or `30s`."""
-    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,6})?)\s*([a-z]+)", text.strip())
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)\s*([a-z]+)", text.strip())
     if match is None or match[2] not in _SECONDS or not float(match[1]):
         raise InputError(f"{source} {text}: write a time such as 3d, 12h, 90min or 30s")
     return float(match[1]) * _SECONDS[match[2]]
@@ -43,14 +50,16 @@ def read_duration(text: str, source: str) -> float:
 
 def read_clusters(text: str) -> list[Cluster]:
     """The clusters of `8xH100=24,2x8xH100=48`, each with its price of an hour, or of a YAML file that maps names to
-    prices. A price may be left out."""
-    prices: Mapping[str, Any]
-    if text.endswith((".yaml", ".yml")):
-        prices = read_mapping(Path(text), "clusters")
-    else:
-        words = [word.strip().partition("=") for word in text.split(",") if word.strip()]
-        prices = {name: price or None for name, _, price in words}
-    return priced_clusters(prices, f"--clusters {text}")
+    prices, or of one file that describes a cluster. A price may be left out."""
+    source = f"--clusters {text}"
+    if text.endswith((".yaml", ".yml")) and "," not in text and "=" not in text:
+        prices: Mapping[str, Any] = read_mapping(Path(text), "clusters")
+        return priced_clusters({text: None} if "nodes" in prices else prices, source)
+    words = [word.strip().partition("=") for word in text.split(",") if word.strip()]
+    for number, (name, _, _) in enumerate(words):
+        if name in [other for other, _, _ in words[:number]]:
+            raise InputError(f"{source}: '{name}' is there twice: leave out one")
+    return priced_clusters({name: price or None for name, _, price in words}, source)
 
 
 def priced_clusters(prices: Mapping[str, Any], source: str) -> list[Cluster]:
@@ -68,7 +77,7 @@ def priced_clusters(prices: Mapping[str, Any], source: str) -> list[Cluster]:
 
 def _price(value: Any, name: str, source: str) -> float:
     try:
-        price = float(value)
+        price = 0.0 if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         price = 0.0
     if not 0 < price < 1e12:
@@ -120,7 +129,7 @@ def best_cluster(
         "goal",
         columns,
         table,
-        (_sentence(goal, best, rows, limits, steps),),
+        (_sentence(goal, best, rows, limits, steps), *estimates(points)),
         {"goal": goal, "steps": steps, "best": best[1] if best else None, "rows": rows},
     )
 
@@ -135,7 +144,7 @@ def _row(point: PlannedPoint, steps: int, limits: Limits) -> dict[str, Any]:
     if limits.deadline_s is not None and run_s > limits.deadline_s:
         obstacle = f"{duration(run_s - limits.deadline_s)} too long"
     elif limits.budget is not None and cost is not None and cost > limits.budget:
-        obstacle = f"{plain_number(cost - limits.budget)} too expensive"
+        obstacle = f"{plain_number(cost - limits.budget)} above the budget"
     return {**values, "run_s": run_s, "run_cost": cost, "is_possible": not obstacle, "obstacle": obstacle}
 
 
@@ -157,9 +166,13 @@ def _sentence(
     words = " and ".join(wanted)
     if best is None:
         planned = [row for row in rows if row["run_s"] is not None]
-        nearest = min(planned, key=lambda row: row["run_s"], default=None)
-        near = f": the fastest, {nearest['cluster']}, takes {duration(nearest['run_s'])}" if nearest else ""
-        return f"None of the {len(rows)} clusters trains {steps:,} steps {words}{near}."
+        fastest = min(planned, key=lambda row: row["run_s"], default=None)
+        cheapest = min((row for row in planned if row["run_cost"]), key=lambda row: row["run_cost"], default=None)
+        near = [f"the fastest, {fastest['cluster']}, takes {duration(fastest['run_s'])}"] if fastest else []
+        if cheapest and limits.budget is not None:
+            near.append(f"the cheapest, {cheapest['cluster']}, costs {plain_number(cheapest['run_cost'])}")
+        others = f": {', and '.join(near)}" if near else ", because no plan fits on any of them"
+        return f"None of the {len(rows)} clusters trains {steps:,} steps{f' {words}' if words else ''}{others}."
     superlative = {"time": "fastest", "cost": "cheapest", "devices": "smallest"}[goal]
     row = best[1]
     price = f" and costs {plain_number(row['run_cost'])}" if row["run_cost"] is not None else ""

@@ -16,7 +16,7 @@ from meshwright.plan import Plan
 from meshwright.planner.explanation.units import gib, plain_number, seconds
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
-from meshwright.planner.questions.answer import Answer
+from meshwright.planner.questions.answer import Answer, estimate_of
 from meshwright.planner.search_result import SearchResult
 from meshwright.simulator.predict import Prediction, memory_by_device, predict_plan
 
@@ -77,12 +77,13 @@ def largest_batches(result: SearchResult, inputs: PlanningInputs, profiles: Prof
 
 
 def _plans(result: SearchResult) -> Iterable[Plan]:
-    """Different plans, without accumulation, those with the fastest steps first."""
+    """Plans of different kinds, without accumulation, those with the fastest steps first. Of plans that differ only in
+    what their summary leaves out, such as the number of stages of a rank, the fastest."""
     unique: dict[str, Plan] = {}
     for priced in (*result.ranked, *sorted(result.simulated, key=lambda priced: priced.prediction.step_s)):
         memory = priced.plan.memory.model_copy(update={"accumulation": 1})
         plan = priced.plan.model_copy(update={"memory": memory})
-        unique.setdefault(plan.to_yaml(), plan)
+        unique.setdefault(plan.summary(), plan)
     return list(unique.values())[:_MOST_PLANS]
 
 
@@ -110,9 +111,10 @@ def _largest(plan: Plan, inputs: PlanningInputs, profiles: Profiles) -> LargestB
 def answer_largest_batch(result: SearchResult, inputs: PlanningInputs, profiles: Profiles) -> Answer:
     """Answers the question with the plans of a search for the job's own batch."""
     batches = largest_batches(result, inputs, profiles)
-    columns = ("batch", "samples of a rank", "step", "samples/s", "memory", "plan")
+    columns = ("", "batch", "samples of a rank", "step", "samples/s", "memory", "plan")
     rows = tuple(
         (
+            str(number),
             f"{batch.global_batch:,}" if batch.is_limited else f"≥ {batch.global_batch:,}",
             f"{batch.prediction.batch_per_rank:,}",
             seconds(batch.prediction.step_s),
@@ -120,7 +122,7 @@ def answer_largest_batch(result: SearchResult, inputs: PlanningInputs, profiles:
             gib(batch.prediction.memory.device_bytes),
             batch.plan.summary(),
         )
-        for batch in batches
+        for number, batch in enumerate(batches, 1)
     )
     return Answer(
         "largest_batch", columns, rows, tuple(_sentences(batches, inputs)), {"rows": list(map(_row, batches))}
@@ -145,6 +147,12 @@ def _sentences(batches: list[LargestBatch], inputs: PlanningInputs) -> Iterable[
         "Each batch is the largest without accumulation; with memory.accumulation it can be any multiple of that. A"
         f" plan may use {gib(inputs.capacity_bytes)} of one {inputs.device.name}."
     )
+    if not all(batch.is_limited for batch in batches):
+        yield f"≥: no more than {_MOST_SAMPLES:,} samples of a microbatch were tried, so that a larger batch may fit."
+    samples = inputs.epoch_samples
+    if samples is not None and fastest.global_batch > samples:
+        yield f"The data set has {samples:,} samples, fewer than such a batch."
+    yield from estimate_of([node.device for node in inputs.cluster.nodes])
 
 
 def _row(batch: LargestBatch) -> dict[str, Any]:

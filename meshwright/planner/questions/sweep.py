@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from meshwright.planner.explanation.explain import step_shares
+from meshwright.planner.explanation.terms import term_words
 from meshwright.planner.explanation.units import duration, plain_number, seconds
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
@@ -19,6 +20,7 @@ from meshwright.planner.questions.answer import (
     Answer,
     InputsOn,
     PlannedPoint,
+    estimates,
     inputs_on_cluster,
     plan_changed_point,
     plan_point,
@@ -44,8 +46,9 @@ def sweep(
     a cluster that has it."""
     points, others = sweep_points(name, values, inputs, profiles, what_if, inputs_of, inputs_on)
     scales = name in ("devices", "nodes")
-    sentences = list(_scaling_sentences(points)) if scales else list(_best_sentences(points, name))
-    sentences += [_change_sentence(points, some, change, scales) for change, some in others.items()]
+    sentences = list(_scaling_sentences(points, name)) if scales else list(_best_sentences(points, name))
+    sentences += [_change_sentence(points, some, change, name) for change, some in others.items()]
+    sentences += estimates(points)
     columns, rows = _table(points, name, others)
     values_of_points = _values(points)
     return Answer(
@@ -122,7 +125,8 @@ def _table(
     has_price = any(point.price_per_hour is not None for point in points)
     has_epoch = any(point.epoch_s is not None for point in points)
     has_tokens = any(point.tokens_per_sample for point in points)
-    columns = [name, "step", "samples/s", "efficiency", *(f"with {change}" for change in others), "memory"]
+    share_name = "efficiency" if name in ("devices", "nodes") else "speed of a device"
+    columns = [name, "step", "samples/s", share_name, *(f"with {change}" for change in others), "memory"]
     columns += ["epoch"] * has_epoch + ["cost of an epoch"] * (has_epoch and has_price)
     columns += ["cost of 10⁹ tokens"] * (has_tokens and has_price)
     rows = []
@@ -137,30 +141,37 @@ def _table(
     return (*columns, "plan"), tuple(rows)
 
 
-def _scaling_sentences(points: Sequence[PlannedPoint]) -> list[str]:
+def _named(point: PlannedPoint, name: str) -> str:
+    """The value of a point with what it counts, such as `8 devices` or `gpu H100`."""
+    if name not in ("devices", "nodes"):
+        return f"{name} {point.label}"
+    return f"{int(point.label):,} {name if point.label != '1' else name.removesuffix('s')}"
+
+
+def _scaling_sentences(points: Sequence[PlannedPoint], name: str) -> list[str]:
     planned = [point for point in points if point.best is not None]
     if not planned:
         return [f"No plan fits: {points[-1].problem}"]
     sentences = []
     if missing := [point.label for point in points if point.best is None]:
-        sentences.append(f"No plan fits on {', '.join(missing)}.")
+        sentences.append(f"No plan fits on {', '.join(missing)} {name}.")
     stop = stops_paying(points)
     if stop is None:
         last = planned[-1]
         if len(planned) > 1:
             sentences.append(
-                f"Scaling pays up to {last.label}, the largest asked for: each device there does"
-                f" {efficiency(last, planned[0]):.0%} of what it does on {planned[0].label}."
+                f"Scaling pays up to {_named(last, name)}, the largest number asked for: a device does"
+                f" {efficiency(last, planned[0]):.0%} of what it does on {_named(planned[0], name)}."
             )
         return sentences
     after = planned[planned.index(stop) + 1]
     assert after.best is not None
     speed = after.samples_per_s / stop.samples_per_s
     sentences.append(
-        f"Scaling stops paying at {stop.label}: {after.devices / stop.devices:.3g} times the devices are {speed:.3g}"
-        f" times as fast."
+        f"Scaling stops paying at {_named(stop, name)}: {after.devices / stop.devices:.3g} times the devices are"
+        f" {speed:.3g} times as fast."
     )
-    sentences.append(f"On {after.label}: {step_shares(after.best.plan, after.best.prediction)}")
+    sentences.append(f"On {_named(after, name)}: {step_shares(after.best.plan, after.best.prediction)}")
     if grown := _grown_term(stop, after):
         sentences.append(grown)
     return sentences
@@ -176,13 +187,17 @@ def _grown_term(before: PlannedPoint, after: PlannedPoint) -> str:
     lost = terms[name] - ideal * earlier.get(name, 0.0)
     if lost <= 0:
         return ""
+    change = _CHANGES.get(name, "link=2x")
+    advice = f"--what-if {change} says what a change would do" if change else _LARGER_BATCH
     return (
-        f"What keeps it from scaling most is '{name}': {seconds(terms[name])} of a step, {seconds(lost)} more than a"
-        f" fair share. --what-if {_CHANGES.get(name, 'link=2x')} says what a change would do."
+        f"What keeps it from scaling most is {term_words(after.best.plan, name)}: {seconds(terms[name])} of a step,"
+        f" {seconds(lost)} more than if it had shrunk with the number of devices. {advice}."
     )
 
 
 _CHANGES = {"compute": "compute=2x", "optimizer": "compute=2x", "bubble": "memory=2x", "offload": "memory=2x"}
+_CHANGES["launch"] = ""  # no device or link makes the host start operators faster
+_LARGER_BATCH = "A larger batch gives devices more to do for each operator that the host starts"
 
 
 def _best_sentences(points: Sequence[PlannedPoint], name: str) -> list[str]:
@@ -190,7 +205,9 @@ def _best_sentences(points: Sequence[PlannedPoint], name: str) -> list[str]:
     if not planned:
         return [f"No plan fits: {points[-1].problem}"]
     fastest = max(planned, key=lambda point: point.samples_per_s)
-    sentences = [f"The fastest is {name} {fastest.label}, with {fastest.samples_per_s:,.4g} samples per second."]
+    sentences = [
+        f"The fastest is {name} {fastest.label}, with {plain_number(fastest.samples_per_s)} samples per second."
+    ]
     priced = [point for point in planned if point.price_per_hour]
     if priced:
         cheapest = min(priced, key=lambda point: (point.price_per_hour or 0.0) / point.samples_per_s)
@@ -199,18 +216,21 @@ def _best_sentences(points: Sequence[PlannedPoint], name: str) -> list[str]:
     return [*sentences, *([f"No plan fits with {name} {', '.join(missing)}."] if missing else [])]
 
 
-def _change_sentence(points: Sequence[PlannedPoint], others: Sequence[PlannedPoint], change: str, scales: bool) -> str:
+def _change_sentence(points: Sequence[PlannedPoint], others: Sequence[PlannedPoint], change: str, name: str) -> str:
     pairs = [(old, new) for old, new in zip(points, others, strict=True) if old.best and new.best]
-    if not pairs:
-        return f"With {change}, no plan fits either."
-    old, new = pairs[-1]
-    words = (
-        f"With {change}, {old.label} would train {new.samples_per_s / old.samples_per_s - 1:+.1%} samples per second"
-    )
+    if not pairs and not any(new.best for new in others):
+        return f"With {change}, no plan fits{'' if any(old.best for old in points) else ' either'}."
+    words = f"With {change}"
+    if pairs:
+        old, new = pairs[-1]
+        gain = new.samples_per_s / old.samples_per_s - 1
+        words += (
+            f", {_named(old, name)} would train {abs(gain):.1%} {'more' if gain >= 0 else 'fewer'} samples per second"
+        )
     fits = [new.label for old, new in zip(points, others, strict=True) if old.best is None and new.best]
     if fits:
-        words += f", and plans would fit on {', '.join(fits)}"
-    if scales:
+        words += f",{' and' if pairs else ''} plans would fit with {name} {', '.join(fits)}"
+    if name in ("devices", "nodes"):
         stop = stops_paying(others)
-        words += f"; scaling would stop paying at {stop.label}" if stop else "; scaling would pay at all sizes"
+        words += f"; scaling would stop paying at {_named(stop, name)}" if stop else "; scaling would pay at all sizes"
     return f"{words}."

@@ -30,13 +30,14 @@ MOST_POINTS = 40
 def read_sweep(word: str) -> tuple[str, list[str]]:
     """Returns what `devices=8..1024` varies, and the values."""
     name, equals, text = word.partition("=")
-    if name not in SWEEPS or not equals or not text:
-        known = did_you_mean(name, SWEEPS) if equals else ": write --sweep devices=8..1024"
-        raise InputError(f"--sweep {word}: '{name}' cannot be varied{known}")
+    if not equals or (name in SWEEPS and not text):
+        raise InputError(f"--sweep {word}: there are no values: write --sweep devices=8..1024")
+    if name not in SWEEPS:
+        raise InputError(f"--sweep {word}: '{name}' cannot be varied{did_you_mean(name, SWEEPS)}")
     values = [value for part in text.split(",") for value in _values(name, part.strip(), word)]
     values = list(dict.fromkeys(values))
     if len(values) > MOST_POINTS:
-        raise InputError(f"--sweep {word} has {len(values)} values: at most {MOST_POINTS}")
+        raise InputError(f"--sweep {word} has more than {MOST_POINTS} values, each of which is a search: write fewer")
     return name, values
 
 
@@ -141,6 +142,11 @@ def with_link(cluster: Cluster, word: str) -> Cluster:
     if is_within(word):
         nodes = tuple(node.model_copy(update={"link": link}) for node in cluster.nodes)
         return cluster.model_copy(update={"nodes": nodes, "name": f"{cluster.name}@{word}"})
+    if sum(node.number for node in cluster.nodes) == 1:
+        raise InputError(
+            f"--sweep link={word}: '{cluster.name}' is one machine, in which a network between machines changes"
+            " nothing: name a cluster such as 2x8xH100, or a link within machines such as NVLink4"
+        )
     return cluster.model_copy(update={"link": link, "name": f"{cluster.name}@{word}"})
 
 

@@ -89,7 +89,8 @@ def test_what_a_sweep_varies(word: str, values: list[str]) -> None:
         ("devices=a..8", "no range of devices"),
         ("batch=0", "'0' is no number above 0"),
         ("gpu=A100..H100", "no range of gpu"),
-        ("devices=1..1000:1", "at most 40"),
+        ("devices=1..1000:1", "more than 40 values"),
+        ("devices=", "there are no values"),
     ],
 )
 def test_wrong_sweeps(word: str, message: str) -> None:
