@@ -25,6 +25,7 @@ def explain_difference(first: Plan, second: Plan, inputs: PlanningInputs, profil
     rows = [
         (term_words(first, name), seconds(a), seconds(b), _signed(b - a, seconds))
         for name, a, b in sorted(steps, key=lambda row: -abs(row[2] - row[1]))
+        if a or b
     ]
     rows.append(("whole step", seconds(one.step_s), seconds(other.step_s), _signed(other.step_s - one.step_s, seconds)))
     rows += [

@@ -145,21 +145,47 @@ _CHARTS = {
 }
 
 
+_HEADERS = {
+    "step_s": "step",
+    "samples_per_s": "samples/s",
+    "memory_bytes": "memory of tensors",
+    "device_bytes": "memory of a device",
+    "summary": "plan",
+    "first_s": "first",
+    "second_s": "second",
+    "difference_s": "difference",
+    "epoch_s": "epoch",
+    "epoch_cost": "cost of an epoch",
+    "billion_tokens_cost": "cost of 10⁹ tokens",
+    "run_s": "whole run",
+    "run_cost": "cost",
+    "is_possible": "within the limits",
+    "is_limited": "a larger batch was tried",
+    "seconds": "time",
+}
+
+
 def _tables(values: Mapping[str, Any]) -> Iterator[Table]:
     """The rows, without nested values."""
     rows = [{key: value for key, value in row.items() if not isinstance(value, dict | list)} for row in values["rows"]]
+    kinds = values.get("predicted", {})  # of time, in the answer about a run
+    if kinds:
+        rows.insert(0, {"rank": "predicted", **kinds})
     if rows:
         header = list(dict.fromkeys(key for row in rows for key in row))
         yield Table(
-            [key.replace("_", " ") for key in header], [[_cell(key, row.get(key)) for key in header] for row in rows]
+            [_HEADERS.get(key, key.replace("_", " ")) for key in header],
+            [[_cell(key, row.get(key), key in kinds) for key in header] for row in rows],
         )
 
 
-def _cell(key: str, value: Any) -> Any:
+def _cell(key: str, value: Any, is_time: bool) -> Any:
     if value is None or isinstance(value, bool):
         return "–" if value is None else "yes" if value else "no"
     if key.endswith("_bytes"):
         return bytes_text(value)
-    if key.endswith("_s") and not key.endswith("per_s"):
+    if is_time or key == "seconds" or (key.endswith("_s") and not key.endswith("per_s")):
         return seconds_text(value)
+    if key in ("efficiency", "share"):
+        return f"{value:.0%}"
     return value

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import InputError
-from meshwright.report.page import render
+from meshwright.report.page import Table, render
 from meshwright.report.questions.page import question_page
 from meshwright.report.run.kinds import KINDS
 from meshwright.report.run.slower import explain_run, slow_ranks
+from meshwright.report.units import seconds_text
 from meshwright.train.output.folder import RunFolder
 from tests.report.made_up_run import SLOW_RANK, STEP_S, make_run
 
@@ -23,7 +24,10 @@ def test_a_slow_rank_is_named_and_differences_add_up(tmp_path: Path) -> None:
     assert values["slow_ranks"][0]["cause"] == "computing"
     assert f"The others wait for rank {SLOW_RANK}, whose own work takes 1." in " ".join(answer.sentences)
     assert len(answer.rows) == 1 + 4
-    assert "</html>" in render(question_page({**answer.to_dict(), "title": "run"}))
+    page = question_page({**answer.to_dict(), "title": "run"})
+    (table,) = [part for part in page.sections[0].parts if isinstance(part, Table)]
+    assert table.rows[0][:2] == ["predicted", seconds_text(values["predicted"]["computing"])]
+    assert "</html>" in render(page)
 
 
 def test_loading_that_is_slower_than_predicted_is_named(tmp_path: Path) -> None:
