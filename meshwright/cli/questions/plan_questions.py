@@ -1,7 +1,7 @@
 """Questions that options of `meshwright plan` ask: reads them, has them answered, and prints and draws the answer."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from meshwright.planner.questions.answer import Answer
 
 _GOALS = ("time", "cost", "devices")
+_MEASURED_ONCE = (
+    "Operators of this machine were measured once for all rows, and the times of shapes that were not measured are"
+    " estimates: meshwright plan for one of these clusters measures its own, and may give another step."
+)
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,9 @@ def ask(question: PlanQuestion, problem: PlanProblem) -> "Answer":
     if is_this_machine(inputs.cluster):
         inputs = with_measured_operators(inputs, profiles)
     if question.sweep is not None:
-        return _sweep(question, problem, inputs)
+        answer = _sweep(question, problem, inputs)
+        is_here = is_this_machine(inputs.cluster)
+        return replace(answer, sentences=(*answer.sentences, _MEASURED_ONCE)) if is_here else answer
     if question.goal is not None:
         return _best_cluster(question, problem)
     if question.plans is not None:

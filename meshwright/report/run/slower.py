@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -92,10 +93,14 @@ def explain_run(folder: str | Path) -> Answer:
             f"{folder}: this run has no prediction, because its machine was not measured or its plan could not be"
             " predicted: run meshwright doctor once, and train again"
         )
+    if not all(isinstance(value, int | float) and isfinite(value) for value in breakdown.values()):
+        raise InputError(f"{folder}: the prediction of this run (page.json) is damaged: its terms are not all numbers")
     predicted = predicted_kinds(breakdown)
     later = windows[1:] if len(windows) > 1 else windows  # the first steps allocate and compile
     by_rank, mean = kinds_by_rank(later), mean_kinds(row for window in later for row in window)
     predicted_s, measured_s = sum(predicted.values()), sum(mean.values())
+    if not isfinite(measured_s):
+        raise InputError(f"{folder}: the recorded times of this run are damaged: not all of them are finite numbers")
     rows = [("predicted", *(seconds_text(predicted[kind]) for kind in KINDS), seconds_text(predicted_s))]
     rows += [
         (f"rank {rank}", *(seconds_text(kinds[kind]) for kind in KINDS), seconds_text(sum(kinds.values())))
@@ -112,6 +117,11 @@ def explain_run(folder: str | Path) -> Answer:
     slow = slow_ranks(by_rank)
     values["slow_ranks"] = [{"rank": one.rank, "relative": one.relative, "cause": one.cause} for one in slow]
     sentences = _sentences(predicted, mean, slow)
+    if run.plan is not None and len(by_rank) < run.plan.world_size:
+        sentences.append(
+            f"Only {len(by_rank)} of {run.plan.world_size} ranks have recorded times, so waiting for the others counts"
+            " as exchanging."
+        )
     return Answer("slower_run", ("a step", *KINDS, "whole step"), tuple(rows), tuple(sentences), values)
 
 

@@ -55,6 +55,24 @@ def test_a_rank_that_loads_slowly_is_named_with_loading_as_the_cause() -> None:
     assert slow_ranks({0: rank_1}) == []
 
 
+def test_damaged_records_are_refused(tmp_path: Path) -> None:
+    folder = RunFolder(make_run(tmp_path / "run", ranks=2))
+    times = {file: file.read_text() for file in folder.times.glob("*.jsonl")}
+    for file, text in times.items():
+        lines = [json.loads(line) for line in text.splitlines()]
+        for line in lines:
+            if "seconds" in line and "steps" in line:
+                line["seconds"]["forward"] = float("nan")
+        file.write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(InputError, match="not all of them are finite"):
+        explain_run(tmp_path / "run")
+    page = json.loads(folder.page.read_text())
+    page["prediction"]["breakdown"]["compute"] = "x"
+    folder.page.write_text(json.dumps(page))
+    with pytest.raises(InputError, match="its terms are not all numbers"):
+        explain_run(tmp_path / "run")
+
+
 def test_a_run_without_a_prediction_or_without_times_is_refused(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", ranks=1)
     RunFolder(folder).page.write_text("{}")
