@@ -25,7 +25,7 @@ _MODULES = {
     "load_job": "meshwright.job",
     "load_plan": "meshwright.job",
     "parallelize": "meshwright.train.parallelize",
-    "predict": "meshwright.planner.predict",
+    "predict": "meshwright.auto.predict",
     "prove": "meshwright.proof.prove_model",
     "sweep": "meshwright.auto.questions",
 }

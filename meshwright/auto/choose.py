@@ -10,7 +10,6 @@ from torch import nn
 
 from meshwright.auto.inputs import model_planning_inputs, planning_data, planning_inputs
 from meshwright.batch import split_batch
-from meshwright.calibrate.model_operators import is_this_machine, measure_model_operators
 from meshwright.calibrate.probe import measure_machine
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
@@ -26,22 +25,18 @@ from meshwright.plan_fields.effects import Numerics
 from meshwright.plan_fields.groups import Axes
 from meshwright.planner.constraints.apply import keeps_constraints, unconstrained
 from meshwright.planner.explanation.choice import describe_choice
-from meshwright.planner.inputs import PlanningInputs, with_measured_operators
-from meshwright.planner.offload import search_with_offload as search
+from meshwright.planner.inputs import PlanningInputs
+from meshwright.planner.measured_search import measured_search
+from meshwright.planner.offload import search_with_offload
 from meshwright.planner.profiles import Profiles
-from meshwright.planner.search_result import PricedPlan, SearchResult
+from meshwright.planner.search_result import PricedPlan
 from meshwright.profile.tracing.step import LossFunction
-from meshwright.progress import phase
 from meshwright.simulator.predict import Prediction, predict_plan
 from meshwright.train.build import construct_model
 from meshwright.train.job_parts import JobParts
 from meshwright.train.output.folder import RunFolder, device_text, find_run_to_resume
 from meshwright.train.output.origin import read_run_file
 from meshwright.user_code import first_line
-
-# The operators of each plan that is considered are measured for about this time, and not again in later searches.
-_MEASURE_OPERATORS_S = 1.0
-_MOST_MEASURED_PLANS = 4
 
 
 def choose_plan(inputs: PlanningInputs, profiles: Profiles) -> PricedPlan:
@@ -50,50 +45,15 @@ def choose_plan(inputs: PlanningInputs, profiles: Profiles) -> PricedPlan:
     return measured_search(inputs, profiles)[0].ranked[0]
 
 
-def measured_search(inputs: PlanningInputs, profiles: Profiles) -> tuple[SearchResult, PlanningInputs]:
-    """Searches, on this machine with measured times of the model's operators. The times of shapes that were not
-    measured are interpolated, and may make a plan seem faster than it is. So the operators of the plan that is found
-    are measured, too, until the search finds one whose operators were measured before. Returns the result, and the
-    inputs with the measured times."""
-    if not is_this_machine(inputs.cluster):
-        return _search(inputs, profiles), inputs
-    with phase("measuring the model's operators on this machine"):
-        inputs = with_measured_operators(inputs, profiles, _MEASURE_OPERATORS_S)
-    result = _search(inputs, profiles)
-    measured: list[Plan] = []
-    for _ in range(_MOST_MEASURED_PLANS):
-        plan = result.ranked[0].plan
-        if plan in measured or _is_plain_replica(plan):
-            break
-        measured.append(plan)
-        profile = profiles.get(plan.numerics.precision, plan.memory.recompute)
-        with phase(f"measuring the operators of {plan.summary()}"):
-            cluster = measure_model_operators(inputs.cluster, profile, plan, inputs.global_batch, _MEASURE_OPERATORS_S)
-        inputs = replace(inputs, cluster=cluster)
-        result = _search(inputs, profiles)
-    return result, inputs
-
-
-def _search(inputs: PlanningInputs, profiles: Profiles) -> SearchResult:
-    with phase(f"searching for the fastest plan on {inputs.cluster.device_count:,} devices"):
-        return search(inputs, profiles)
-
-
 def free_best(inputs: PlanningInputs, profiles: Profiles) -> PricedPlan | None:
     """Returns the best plan without the constraints of the inputs, which are those that `measured_search` returns. None
     if there are no constraints, or no such plan."""
     if not inputs.constraints:
         return None
     try:
-        return _search(unconstrained(inputs), profiles).ranked[0]
+        return search_with_offload(unconstrained(inputs), profiles).ranked[0]
     except InputError:
         return None
-
-
-def _is_plain_replica(plan: Plan) -> bool:
-    """Whether `with_measured_operators` measures the operators of this plan."""
-    is_split = bool(plan.modules.splits) or plan.world_size > plan.axes.replicate
-    return not is_split and plan.microbatches == 1 and plan.memory.recompute == "none"
 
 
 @dataclass(frozen=True)
@@ -156,7 +116,9 @@ def plan_of_job(parts: JobParts, cluster: Cluster, plan: "Plan | Literal['auto']
         if plan == "auto":
             # On GPUs, the operators are not measured: it would take memory of a device that the ranks need.
             measures = cluster.kind == "cpu"
-            result, inputs = measured_search(inputs, profiles) if measures else (_search(inputs, profiles), inputs)
+            result, inputs = (
+                measured_search(inputs, profiles) if measures else (search_with_offload(inputs, profiles), inputs)
+            )
             best = result.ranked[0]
             line = describe_choice(result, inputs, profiles)
             return JobPlan(best.plan, best.prediction.step_s, line, is_searched=True, prediction=best.prediction)

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.auto.choose import measured_search
 from meshwright.auto.inputs import planning_inputs, question_inputs
 from meshwright.calibrate.model_operators import is_this_machine
 from meshwright.calibrate.probe import measure_machine
@@ -18,6 +17,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.job import Job
 from meshwright.plan import Plan
 from meshwright.planner.inputs import NoPlanFits, PlanningInputs
+from meshwright.planner.measured_search import measured_search
 from meshwright.planner.profiles import Profiles
 from meshwright.planner.questions.answer import Answer
 from meshwright.planner.questions.bottleneck import Loading, answer_bottleneck, refusal

@@ -11,7 +11,7 @@ from meshwright.auto.inputs import question_inputs
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError
 from meshwright.plan import Plan
-from meshwright.planner.offload import search_with_offload
+from meshwright.planner.measured_search import measured_search, with_measured_operators
 from meshwright.planner.questions.answer import Answer
 from meshwright.planner.questions.differences import explain_difference
 from meshwright.planner.questions.goals import Goal, Limits, priced_clusters
@@ -63,7 +63,7 @@ def largest_batch(
     True
     """
     inputs, profiles = question_inputs(model, sample_batch, cluster, global_batch=global_batch, **options)
-    return answer_largest_batch(search_with_offload(inputs, profiles), inputs, profiles)
+    return answer_largest_batch(*measured_search(inputs, profiles), profiles)
 
 
 def best_cluster(
@@ -116,4 +116,4 @@ def compare_plans(
     {'axes.replicate': [2, 1], 'axes.shard': [1, 2]}
     """
     inputs, profiles = question_inputs(model, sample_batch, cluster, global_batch=global_batch, **options)
-    return explain_difference(first, second, inputs, profiles)
+    return explain_difference(first, second, with_measured_operators(inputs, profiles), profiles)

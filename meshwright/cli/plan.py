@@ -144,9 +144,9 @@ def plan(
 
 def _find_plans(problem: PlanProblem, begin: float, output: _Output) -> None:
     """Searches for plans, or predicts the given one, and writes and prints the result."""
-    from meshwright.auto.choose import free_best, measured_search
+    from meshwright.auto.choose import free_best
     from meshwright.planner.explanation.report import predict_given_plan, report_search, show
-    from meshwright.planner.inputs import with_measured_operators
+    from meshwright.planner.measured_search import measured_search, with_measured_operators
     from meshwright.progress import phase
 
     inputs, profiles, result = problem.inputs, problem.profiles, None

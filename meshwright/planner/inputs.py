@@ -2,20 +2,17 @@
 given separately, by its `Profiles`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd
 from typing import Literal
 
-from meshwright.calibrate.model_operators import BUDGET_S, is_this_machine, measure_model_operators
 from meshwright.cluster.cluster import Cluster, Device
 from meshwright.dtypes import Dtype
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.plan_fields.constraints import NONE, Constraints
 from meshwright.plan_fields.effects import Numerics
-from meshwright.planner.profiles import Profiles
 from meshwright.profile.optimizer import OptimizerCost
-from meshwright.profile.values import ModelProfile
 from meshwright.simulator.compute.passes import product_dtype
 from meshwright.simulator.predict import Prediction
 from meshwright.simulator.runtime import OUR_RUNTIME, Runtime
@@ -148,33 +145,6 @@ class PlanningInputs:
     def _speeds_up(self, dtype: Dtype) -> bool:
         devices = [node.device for node in self.cluster.nodes]
         return all(d.accelerates(dtype) and d.rates.get(dtype, 0.0) > d.rates.get("fp32", 0.0) for d in devices)
-
-
-def with_measured_operators(inputs: PlanningInputs, profiles: Profiles, budget_s: float = BUDGET_S) -> PlanningInputs:
-    """Returns the inputs with a cluster in which the model's operators have been measured on this machine, with the
-    batch that a rank gets if every device is a replica, in each memory layout and with all kernels of convolutions
-    that the search considers. Returns the same inputs if the cluster is not this machine."""
-    cluster, devices = inputs.cluster, inputs.cluster.device_count
-    if not is_this_machine(cluster):
-        return inputs
-    for precision in inputs.precisions_to_try():
-        axes = {"replicate": min(devices, inputs.global_batch)}
-        profile = profiles.get(precision, "none")
-        for compute in _image_kernels(profile, inputs):
-            groups = {"axes": axes, "numerics": {"precision": precision}, "compute": compute}
-            plan = Plan.model_validate(groups)
-            cluster = measure_model_operators(cluster, profile, plan, inputs.global_batch, budget_s)
-    return replace(inputs, cluster=cluster)
-
-
-def _image_kernels(profile: ModelProfile, inputs: PlanningInputs) -> list[dict[str, str]]:
-    """The memory layouts and kernels of convolutions that the search considers in plans with this profile, as fields of
-    `Compute`."""
-    if inputs.allow == "same" or not profile.has_convolutions:
-        return [{}]
-    if profile.precision != "fp32":
-        return [{"layout": "channels_last"}]
-    return [{}, *fp32_image_kernels(inputs)]
 
 
 def fp32_image_kernels(inputs: PlanningInputs) -> list[dict[str, str]]:

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError, UserCodeError
 from meshwright.job import Job, parse_job
 from meshwright.plan import Plan
-from meshwright.planner.inputs import PlanningInputs
 from meshwright.profile.structure import model_structure
 from meshwright.profile.tracing import real_steps
 from meshwright.train import job_parts
@@ -23,7 +21,6 @@ from meshwright.train.check import check_job
 from meshwright.train.job_parts import JobParts
 from meshwright.train.output.folder import lock_run_folder, write_job_and_plan
 from tests.auto.machines import cpu_cluster
-from tests.planner.cases import MOMENTUM, one_layer
 
 TWO_REPLICAS = Plan.model_validate({"axes": {"replicate": 2}})
 
@@ -82,7 +79,8 @@ SHARDS = Plan.model_validate({"axes": {"shard": 2}, "compute": {"fused_optimizer
 
 
 def test_a_resumed_run_keeps_its_plan_and_searches_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "search", lambda *_: pytest.fail("a plan is searched"))
+    for name in ("measured_search", "search_with_offload"):
+        monkeypatch.setattr(choose, name, lambda *_: pytest.fail("a plan is searched"))
     job = store_run(toy_job(), SHARDS, tmp_path)
     for resume in ("auto", str(tmp_path / "job-0001")):
         resumed = plan_of_job(JobParts(job), cpu_cluster(2), "auto", resume)
@@ -183,32 +181,3 @@ def test_a_model_file_that_exits_is_executed_once(tmp_path: Path, capsys: pytest
     with pytest.raises(UserCodeError, match=r"importing it failed: SystemExit: exit code 0 \(.*my_model.py, line 2\)"):
         plan_of_job(JobParts(parse_job(raw, folder=tmp_path)), cpu_cluster(2), "auto")
     assert capsys.readouterr().out == "executed\n"
-
-
-def test_operators_of_a_plan_that_seems_fastest_are_measured_before_it_is_chosen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Plans with microbatches seem twice as fast as they are until they are measured."""
-    plans = [Plan.model_validate({"memory": {"accumulation": count}}) for count in (4, 2, 1)]
-    measured: list[int] = []
-
-    def search(inputs: Any, _: Any) -> Any:
-        seconds = {count: 1.0 if count in (1, *measured) else 0.5 / count for count in (4, 2, 1)}
-        ranked = sorted(plans, key=lambda plan: (seconds[plan.microbatches], plan.microbatches))
-        return SimpleNamespace(ranked=[SimpleNamespace(plan=plan) for plan in ranked])
-
-    def measure(cluster: Cluster, _: Any, plan: Plan, *__: Any) -> Cluster:
-        measured.append(plan.microbatches)
-        return cluster
-
-    monkeypatch.setattr(choose, "search", search)
-    monkeypatch.setattr(choose, "measure_model_operators", measure)
-    monkeypatch.setattr(choose, "with_measured_operators", lambda inputs, *_: inputs)
-    inputs = PlanningInputs(cpu_cluster(1), 8, MOMENTUM)
-    monkeypatch.setattr(choose, "is_this_machine", lambda _: True)
-    assert choose.choose_plan(inputs, one_layer()).plan == plans[-1]
-    assert measured == [4, 2]
-    monkeypatch.setattr(choose, "is_this_machine", lambda _: False)
-    measured.clear()
-    assert choose.choose_plan(inputs, one_layer()).plan == plans[0]
-    assert measured == []

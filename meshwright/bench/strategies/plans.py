@@ -14,7 +14,8 @@ from meshwright.plan import Plan
 from meshwright.plan_fields.groups import STAGES_PER_RANK
 from meshwright.planner.candidates import AxisSizes, Candidate, plan_of
 from meshwright.planner.explanation.explain import too_large
-from meshwright.planner.inputs import PlanningInputs, with_measured_operators
+from meshwright.planner.inputs import PlanningInputs
+from meshwright.planner.measured_search import with_measured_operators
 from meshwright.planner.model_summary import ModelSummary
 from meshwright.planner.offload import search_with_offload
 from meshwright.planner.profiles import Profiles

@@ -1,7 +1,7 @@
 """Questions that options of `meshwright plan` ask: reads them, has them answered, and prints and draws the answer."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from meshwright.planner.questions.answer import Answer
 
 _GOALS = ("time", "cost", "devices")
-_MEASURED_ONCE = (
-    "Operators of this machine were measured once for all rows, and the times of shapes that were not measured are"
-    " estimates: meshwright plan for one of these clusters measures its own, and may give another step."
-)
 
 
 @dataclass(frozen=True)
@@ -102,38 +98,32 @@ class PlanQuestion:
 
 def ask(question: PlanQuestion, problem: PlanProblem) -> "Answer":
     """Returns the answer."""
-    from meshwright.calibrate.model_operators import is_this_machine
-    from meshwright.planner.inputs import with_measured_operators
-
     inputs, profiles = problem.inputs, problem.profiles
-    if is_this_machine(inputs.cluster):
-        inputs = with_measured_operators(inputs, profiles)
     if question.sweep is not None:
-        answer = _sweep(question, problem, inputs)
-        is_here = is_this_machine(inputs.cluster)
-        return replace(answer, sentences=(*answer.sentences, _MEASURED_ONCE)) if is_here else answer
+        return _sweep(question, problem)
     if question.goal is not None:
         return _best_cluster(question, problem)
     if question.plans is not None:
         from meshwright.job import load_plan
+        from meshwright.planner.measured_search import with_measured_operators
         from meshwright.planner.questions.differences import explain_difference
 
         first, second = (load_plan(file) for file in question.plans)
-        return explain_difference(first, second, inputs, profiles)
-    from meshwright.planner.offload import search_with_offload
+        return explain_difference(first, second, with_measured_operators(inputs, profiles), profiles)
+    from meshwright.planner.measured_search import measured_search
     from meshwright.planner.questions.largest_batch import answer_largest_batch
 
-    return answer_largest_batch(search_with_offload(inputs, profiles), inputs, profiles)
+    return answer_largest_batch(*measured_search(inputs, profiles), profiles)
 
 
-def _sweep(question: PlanQuestion, problem: PlanProblem, inputs: "PlanningInputs") -> "Answer":
+def _sweep(question: PlanQuestion, problem: PlanProblem) -> "Answer":
     from meshwright.planner.questions.answer import with_cluster_price
     from meshwright.planner.questions.sweep import sweep
     from meshwright.planner.questions.variations import read_sweep
 
     assert question.sweep is not None
     name, values = read_sweep(question.sweep)
-    inputs = with_cluster_price(inputs, question.price)
+    inputs = with_cluster_price(problem.inputs, question.price)
 
     def with_sequence(tokens: str) -> "tuple[PlanningInputs, Profiles]":
         other, profiles = problem.with_sequence(tokens)

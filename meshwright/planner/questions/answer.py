@@ -12,7 +12,7 @@ from meshwright.cluster.cluster import Cluster, Device
 from meshwright.errors import InputError
 from meshwright.planner.explanation.units import gib, plain_number, seconds
 from meshwright.planner.inputs import PlanningInputs
-from meshwright.planner.offload import search_with_offload
+from meshwright.planner.measured_search import measured_search
 from meshwright.planner.profiles import Profiles
 from meshwright.planner.questions.variations import changed, is_improvement
 from meshwright.planner.search_result import PricedPlan
@@ -171,9 +171,10 @@ def inputs_on_cluster(
 
 
 def plan_point(label: str, inputs: PlanningInputs, profiles: Profiles) -> PlannedPoint:
-    """Searches for the best plan with these inputs. The profile of the model is traced once for all points."""
+    """Searches for the best plan with these inputs, as for a single plan. The profile of the model is traced once for
+    all points."""
     try:
-        result = search_with_offload(inputs, profiles)
+        result, inputs = measured_search(inputs, profiles)
     except InputError as error:  # no plan fits, or the batch cannot be divided
         return PlannedPoint(label, inputs, None, str(error))
     return PlannedPoint(label, inputs, result.ranked[0], "", result.summary.sequence_length)
