@@ -38,8 +38,8 @@ def damage(checkpoint: Path, how: str) -> None:
         return
     data = bytearray(file.read_bytes())
     file.unlink()
-    if how == "flip":
-        data[7] ^= 1
+    if how == "flip" and data:  # it may have been truncated to nothing
+        data[min(7, len(data) - 1)] ^= 1
     if how != "delete":
         file.write_bytes(data[: len(data) // 2] if how == "truncate" else data)
 
