@@ -54,10 +54,26 @@ def test_a_model_is_proved(two: RankPool, name: str, axis: str, tmp_path: Path) 
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("name", "axis"),
-    [(name, axis) for name in KINDS if name != "deciding" for axis in PLANS if axis != "pipeline" or KINDS[name].cut],
+    [
+        (name, axis)
+        for name in KINDS
+        if name != "deciding"
+        for axis in PLANS
+        if axis != "context" and (axis != "pipeline" or KINDS[name].cut)
+    ],
 )
 def test_a_model_is_proved_under_every_axis(two: RankPool, name: str, axis: str, tmp_path: Path) -> None:
     check_proof(two, name, axis, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "deciding"])
+def test_sequences_are_divided_only_if_the_model_has_some(two: RankPool, name: str, tmp_path: Path) -> None:
+    try:
+        check_proof(two, name, "context", tmp_path)
+    except RankFailure as error:
+        if "plan.axes.context is 2, but" not in str(error):
+            raise
 
 
 @pytest.mark.parametrize("axis", ["tensor", "pipeline"])
