@@ -16,6 +16,10 @@ from tests.ranks import RankFailure, RankPool
 from tests.soaked import all_but
 
 QUICK = ("spectral norm", "symmetric", "custom function", "dataclass output", "deciding", "adapters")
+WITH_SEQUENCES = (
+    *("lora", "lora of all layers", "lora and a whole layer", "dora", "lora in bf16"),
+    *("recomputing llama", "recomputing t5"),
+)
 
 
 def user_model(name: str) -> UserModel:
@@ -67,13 +71,16 @@ def test_a_model_is_proved_under_every_axis(two: RankPool, name: str, axis: str,
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", [name for name in KINDS if name != "deciding"])
-def test_sequences_are_divided_only_if_the_model_has_some(two: RankPool, name: str, tmp_path: Path) -> None:
-    try:
-        check_proof(two, name, "context", tmp_path)
-    except RankFailure as error:
-        if "plan.axes.context is 2, but" not in str(error):
-            raise
+@pytest.mark.parametrize("name", WITH_SEQUENCES)
+def test_a_model_is_proved_with_divided_sequences(two: RankPool, name: str, tmp_path: Path) -> None:
+    check_proof(two, name, "context", tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in (*WITH_SEQUENCES, "deciding")])
+def test_a_model_without_sequences_cannot_be_divided_along_them(two: RankPool, name: str, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match=r"plan\.axes\.context is 2, but .*: set axes.context to 1"):
+        two.run(prove_kind, name, "context", tmp_path)
 
 
 @pytest.mark.parametrize("axis", ["tensor", "pipeline"])
