@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from meshwright.blocks.borrowed_samples import borrowed_samples, is_borrowed
 from meshwright.blocks.generation_cache import disable_generation_caches
 from meshwright.blocks.module_names import is_inside
 from meshwright.blocks.operator_kinds import operator_kind
@@ -74,12 +75,18 @@ def _recomputing_forward(
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         first, second = pass_contexts(block) if pass_contexts else (nullcontext(), nullcontext())
+        # Stages of a pipeline recompute a microbatch when others have run.
+        borrowed = any(map(is_borrowed, block.modules()))
+
+        def frozen() -> tuple[AbstractContextManager[Any], ...]:
+            return (_frozen_statistics(block), *((borrowed_samples(block),) if borrowed else ()))
+
         if kind == "full":
-            return first, _Nested(lambda: (second, _frozen_statistics(block)))
+            return first, _Nested(lambda: (second, *frozen()))
         caching, cached = _selective_contexts()
         return (
             _Nested(lambda: (first, caching)),
-            _Nested(lambda: (second, _frozen_statistics(block), cached)),
+            _Nested(lambda: (second, *frozen(), cached)),
         )
 
     def forward(*args: Any, **kwargs: Any) -> Any:

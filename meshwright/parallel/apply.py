@@ -196,9 +196,12 @@ def _replace_forward_passes(
     """Installs synchronized BatchNorm, the kernels of convolutions, recomputation, fp8 and compilation, where the plan
     has them. Returns what is compiled. `warns`: this rank gives the warnings about compiling."""
     # Synchronized BatchNorm replaces the forward pass of layers before recomputing wraps the forward pass of blocks.
-    if plan.numerics.batch_norm == "synchronized" and (group := data_group(mesh, plan)) is not None:
+    if (group := data_group(mesh, plan)) is not None:
         for model in local.models:
-            synchronize_batch_norm(model, group)
+            if plan.numerics.batch_norm == "synchronized":
+                synchronize_batch_norm(model, group)
+            else:  # layers that torch would synchronize stay synchronized
+                synchronize_batch_norm(model, group, kinds=(nn.SyncBatchNorm,))
     # The kernels of convolutions before recomputing, so that recomputed layers use them, too.
     if plan.compute.convolutions == "nnpack":
         for model in local.models:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.batch import ModelBatch, at_least_fp32
+from meshwright.blocks.borrowed_samples import borrowed_samples
 from meshwright.blocks.power_iteration import power_iterations, without_power_iteration
 from meshwright.collectives.small_sums import SmallSums
 from meshwright.parallel import shard
@@ -114,7 +115,8 @@ class ParallelModel:
             forward = self._forward_of(loss_function)
             for number, (example, samples) in enumerate(examples):
                 power_iteration = without_power_iteration(self._power_iterations) if number else nullcontext()
-                with self._gradient_synchronization(number == 0, number == last), power_iteration:
+                borrowed = nullcontext() if samples else borrowed_samples(self.module)
+                with self._gradient_synchronization(number == 0, number == last), power_iteration, borrowed:
                     value = forward(example.arguments, example.keywords, example.target, samples > 0)
                     loss = loss_of(number, value)
                     run_backward(loss) if self._waits_after_backward and loss.requires_grad else loss.backward()

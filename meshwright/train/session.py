@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright.batch import ModelBatch, target_key
+from meshwright.blocks.sync_batch_norm import normalize_locally
 from meshwright.checkpoint.frozen import without_frozen
 from meshwright.checkpoint.load import load, read_manifest_once
 from meshwright.checkpoint.manifest import Manifest
@@ -97,6 +98,7 @@ class Session(OwnLoop):
         self.world = world
         target = target_key(target, loss is not None)
         check_sparse(plan, model, clip_norm)
+        normalize_locally(model)  # before the model is traced
         self._loss_finder = LossFinder(loss, model, plan, sample, target)
         self._parallel = apply(plan, model, world.device, world.size, sample, target, fill)
         self.optimizer = make_optimizer(self._parallel.parameters())

@@ -56,6 +56,7 @@ class PipelineExecutor:
         rounds, round_size = self._plan.memory.accumulation, self._plan.pipeline.microbatches
         assert len(examples) == rounds * round_size, f"{len(examples)} microbatches for {rounds} rounds of {round_size}"
         microbatches = [example for example, _ in examples]
+        borrowed = [not samples for _, samples in examples]
         runner = self._runner_for(microbatches)
         for number in range(rounds):
             first = number * round_size
@@ -65,7 +66,9 @@ class PipelineExecutor:
                 # PyTorch's stages detach it in place, which a view does not allow.
                 return loss.clone() if is_view(loss) or loss.is_leaf else loss
 
-            with self._examples_set(microbatches[first : first + round_size], finish):
+            with self._examples_set(
+                microbatches[first : first + round_size], finish, borrowed[first : first + round_size]
+            ):
                 runner.run(is_first_round=number == 0, is_last_round=number == rounds - 1)
         self.finish()
 
@@ -118,9 +121,13 @@ class PipelineExecutor:
         return self._shape_inference.infer(example, self.local_stages.module.training, self._precision).activations
 
     @contextmanager
-    def _examples_set(self, examples: list[ModelBatch], finish: Callable[[int, Any], Any]) -> Iterator[None]:
-        """Gives the stages the examples of one round, and takes them back."""
+    def _examples_set(
+        self, examples: list[ModelBatch], finish: Callable[[int, Any], Any], borrowed: Sequence[bool] = ()
+    ) -> Iterator[None]:
+        """Gives the stages the examples of one round, and takes them back. `borrowed` says for each of them whether its
+        samples have no weight; empty if all have one."""
         for stage in self.local_stages.stages:
+            stage.borrowed = borrowed
             stage.examples, stage.finish, stage.microbatch, stage.send_buffers = examples, finish, 0, ()
         try:
             yield

@@ -1,12 +1,13 @@
 """`Stage`: runs the model's own forward pass with the pieces of one pipeline stage, on received and sent buffers."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
 from meshwright.batch import ModelBatch
+from meshwright.blocks.borrowed_samples import borrowed_samples
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.context.sequence_view import gather_sequence_views
 from meshwright.parallel.pipeline.remote_modules import ActiveForward, StageForward, StageTransfers, positions_by_call
@@ -36,6 +37,7 @@ class Stage(nn.Module):
         self.precision: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.examples: list[ModelBatch] = []
         self.microbatch = 0
+        self.borrowed: Sequence[bool] = ()  # which of the examples have no weight; empty if all have one
         self.send_buffers: tuple[BufferSpec, ...] = ()  # if empty, buffers have the sizes of the activations
         self.compute: Callable[..., Any] = self.run_model  # or a function that is compiled from it
         self.finish: Callable[[int, Any], Any] = lambda _, output: output
@@ -49,7 +51,8 @@ class Stage(nn.Module):
         if self.received:
             received = unpack_received([shapes.activations[tensor.value_id] for tensor in self.received], buffers)
             received = self._as_sequences(received, shapes)
-        with self.precision():
+        is_borrowed = bool(self.borrowed) and self.borrowed[self.microbatch]
+        with self.precision(), borrowed_samples(self.model) if is_borrowed else nullcontext():
             result = self.compute(received, example.arguments, example.keywords, shapes.fake_outputs)
         if self.is_last:
             return self.finish(self.microbatch, result)

@@ -19,6 +19,7 @@ from meshwright.collectives.wait_clock import WAIT_CLOCK
 from meshwright.errors import InputError
 from meshwright.parallel.mesh import DATA_AXES, has_axis
 from meshwright.parallel.precision import gradient_reduce_dtype
+from meshwright.parallel.replicate.batch_norm import hide_sync_batch_norm
 from meshwright.parallel.replicate.bucket_names import describe_bucket
 from meshwright.parallel.replicate.process_group import GroupWithSharedSums
 from meshwright.parallel.torch_private import (
@@ -55,13 +56,14 @@ def replicate(
         ignore_in_ddp(module, names)
     group = mesh.get_group("replicate")
     silence_unused_parameters_warning()
-    model = DistributedDataParallel(
-        module,
-        process_group=GroupWithSharedSums(group, sums) if isinstance(sums, SharedMemorySums) else group,
-        bucket_cap_mb=plan.gradients.bucket_bytes / MIB,
-        gradient_as_bucket_view=True,
-        find_unused_parameters=True,
-    )
+    with hide_sync_batch_norm(module):
+        model = DistributedDataParallel(
+            module,
+            process_group=GroupWithSharedSums(group, sums) if isinstance(sums, SharedMemorySums) else group,
+            bucket_cap_mb=plan.gradients.bucket_bytes / MIB,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=True,
+        )
     count_waits(model, WAIT_CLOCK.counted)
     if plan.gradients.local_steps == 1:  # otherwise LocalSteps registers its hook
         _register_hook(model, group, plan, reducer)

@@ -8,13 +8,15 @@ the plan makes:
   all of the plan's ranks take over;
 - synchronized BatchNorm: microbatch k of all data ranks together.
 
+An `nn.SyncBatchNorm` is synchronized under every plan.
+
 A short last batch may have fewer samples than all ranks together have microbatches. A microbatch that would be empty
-then holds a sample borrowed from elsewhere in the data set. Borrowed samples have no weight in the loss, but BatchNorm
-sees them: synchronized statistics include them, and so do running statistics where a pipeline runs a microbatch again.
+then holds a sample borrowed from elsewhere in the data set. Borrowed samples count neither in the loss nor in the
+statistics, so the reference leaves them out.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -35,14 +37,13 @@ Grouping = Literal["whole", "local", "synchronized"]
 class SampleGroup:
     """Samples that go through the model in one forward pass.
 
-    `data` holds `samples` samples that count in the loss, followed by `borrowed` samples that do not. `rank` is the
-    data rank whose random seed is used, and `seeds_rank` is True for the first group of that rank in a step.
-    BatchNorm's running statistics are updated from this group only if `updates_statistics`.
+    `data` holds `samples` samples. `rank` is the data rank whose random seed is used, and `seeds_rank` is True for the
+    first group of that rank in a step. BatchNorm's running statistics are updated from this group only if
+    `updates_statistics`.
     """
 
     data: Any
     samples: int
-    borrowed: int = 0
     rank: int = 0
     seeds_rank: bool = True
     updates_statistics: bool = True
@@ -72,7 +73,18 @@ def choose_grouping(model: nn.Module, plan: Plan, dropout: bool, compares_sample
         return "whole"
     if not any(uses_batch_statistics(module) for module in model.modules()):
         return "local" if dropout else "whole"
-    return plan.numerics.batch_norm
+    if plan.numerics.batch_norm == "synchronized":
+        return "synchronized"
+    torch_synchronizes = {
+        isinstance(module, nn.SyncBatchNorm) for module in model.modules() if uses_batch_statistics(module)
+    }
+    if torch_synchronizes == {True, False}:
+        raise InputError(
+            "the model has nn.SyncBatchNorm and layers with statistics of each rank's own samples: one device cannot"
+            " normalize over both in one pass, so such a plan cannot be compared: set numerics.batch_norm to"
+            " synchronized"
+        )
+    return "synchronized" if True in torch_synchronizes else "local"
 
 
 def uses_batch_statistics(module: nn.Module) -> bool:
@@ -112,30 +124,19 @@ def global_batches(setup: ReferenceSetup, plan: Plan, grouping: Grouping) -> Ite
     # Microbatches are loaded as each rank loads them, because a collate function's result may depend on which samples
     # it gets.
     batches_by_rank = [setup.batches(share, plan.microbatches) for share in rank_shares(plan, setup.global_batch)]
-    for rank_batches in zip(*batches_by_rank, strict=False):
-        batches = tuple(_with_repeated_microbatches(batch, plan) for batch in rank_batches)
+    for batches in zip(*batches_by_rank, strict=False):
         groups = _local_groups(batches) if grouping == "local" else _synchronized_groups(batches)
         yield GlobalBatch(tuple(groups), batches[0].last)
-
-
-def _with_repeated_microbatches(batch: Batch, plan: Plan) -> Batch:
-    """Returns the batch with as many microbatches as the pipeline's schedule has, which is a fixed number. If the batch
-    has fewer, its last microbatch is repeated, with no samples that count."""
-    missing = plan.microbatches - len(batch.microbatches) if plan.axes.pipeline > 1 else 0
-    repeated = (replace(batch.microbatches[-1], samples=0),) * missing
-    return replace(batch, microbatches=(*batch.microbatches, *repeated))
 
 
 def _local_groups(batches: tuple[Batch, ...]) -> Iterator[SampleGroup]:
     for rank, batch in enumerate(batches):
         for number, microbatch in enumerate(batch.microbatches):
-            if microbatch.samples or rank == 0:  # borrowed samples matter only on rank 0, for running statistics
-                borrowed = 0 if microbatch.samples else samples_in(microbatch.data)
+            if microbatch.samples:
                 yield SampleGroup(
                     microbatch.data,
                     microbatch.samples,
-                    borrowed,
-                    rank,
+                    rank=rank,
                     seeds_rank=number == 0,
                     updates_statistics=rank == 0,
                 )
@@ -143,10 +144,9 @@ def _local_groups(batches: tuple[Batch, ...]) -> Iterator[SampleGroup]:
 
 def _synchronized_groups(batches: tuple[Batch, ...]) -> Iterator[SampleGroup]:
     for number, microbatches in enumerate(zip(*(batch.microbatches for batch in batches), strict=True)):
-        ordered = sorted(microbatches, key=lambda microbatch: microbatch.samples == 0)  # borrowed ones last
-        samples = sum(microbatch.samples for microbatch in microbatches)
-        borrowed = sum(samples_in(microbatch.data) for microbatch in microbatches if not microbatch.samples)
-        yield SampleGroup(_concatenate(ordered), samples, borrowed, seeds_rank=number == 0)
+        counted = [microbatch for microbatch in microbatches if microbatch.samples]
+        samples = sum(microbatch.samples for microbatch in counted)
+        yield SampleGroup(_concatenate(counted), samples, seeds_rank=number == 0)
 
 
 def _concatenate(microbatches: list[Microbatch]) -> Any:

@@ -4,7 +4,6 @@ BatchNorm groups samples."""
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from meshwright.proof.reference.groups import GlobalBatch, Grouping, SampleGroup
 from meshwright.proof.reference.lift_casts import LiftCasts
 from meshwright.proof.reference.reference_setup import ReferenceSetup, default_dtype
 from meshwright.proof.request import ProofRequest
-from meshwright.proof.torch_private import tree_map
 from meshwright.train.loss.finder import needs_trial
 from meshwright.train.loss.loss import Loss, ModelLoss
 from meshwright.train.step.batch import move_to_device
@@ -146,20 +144,14 @@ class Reference(PlainTraining):
 
     def _backward(self, group: SampleGroup) -> tuple[Tensor, Tensor]:
         """Runs a group forward and backward, which adds its gradients to the model's. Returns the sum of the loss over
-        the group, and the number to divide it by for the mean; both are 0 for a group that has only borrowed
-        samples."""
+        the group, and the number to divide it by for the mean."""
         model_batch = self._model_batch(group)
         with self._lift_casts or nullcontext():
             return self._backward_of(model_batch, group)
 
     def _backward_of(self, model_batch: ModelBatch, group: SampleGroup) -> tuple[Tensor, Tensor]:
-        with torch.set_grad_enabled(group.samples > 0), self._loss.forward_context(True):
+        with self._loss.forward_context(True):
             output = at_least_fp32(self._forward(model_batch))
-        if not group.samples:  # the group has only borrowed samples: the forward pass was for running statistics
-            return self._zero, self._zero
-        if group.borrowed:
-            output = _without_borrowed(output, group)
-            model_batch = replace(model_batch, target=_without_borrowed(model_batch.target, group))
         term = self._loss.term(output, model_batch.target, group.samples)
         (term.value * term.weight * self._backward_factor).backward()
         count = term.returned_count
@@ -192,17 +184,6 @@ def _loss_of(setup: ReferenceSetup, grouping: Grouping) -> Loss:
     if grouping == "whole" and needs_trial(setup.loss):
         return Loss(setup.loss or ModelLoss(), "samples")
     return setup.tried_loss
-
-
-def _without_borrowed(data: Any, group: SampleGroup) -> Any:
-    """Returns the data without the rows of borrowed samples, which do not count in the loss."""
-    size = group.samples + group.borrowed
-
-    def cut(value: Any) -> Any:
-        per_sample = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == size
-        return value[: group.samples] if per_sample else value
-
-    return tree_map(cut, data)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from meshwright.batch import ModelBatch, split_batch
+from meshwright.blocks.borrowed_samples import borrowed_samples
 from meshwright.data.batch import Batch, Microbatch, SampleShare
 from meshwright.data.digest import check_same_samples, check_same_stream, check_same_weights, check_shares
 from meshwright.data.loading import LoadingOptions, is_stream
@@ -93,7 +94,9 @@ class OwnLoop:
             self._report("forward")
             self._has_own_passes = True
             self._forward_passes += 1
-        with self.generators.seeded(seed) if self.seeds_passes else nullcontext():
+        is_borrowed = torch.is_grad_enabled() and self._prepared_share is not None and not self._prepared_share.samples
+        borrowed = borrowed_samples(self._parallel.module) if is_borrowed else nullcontext()
+        with self.generators.seeded(seed) if self.seeds_passes else nullcontext(), borrowed:
             return self._parallel.forward(*arguments, **keywords)
 
     @explains_errors
