@@ -38,6 +38,7 @@ _MOST_IDLE_THREADS = 40
 _IMPORTED_FOR = {
     "tests.compat.accelerate.": "tests.compat.accelerate.loops",
     "tests.compat.lightning.": "tests.compat.lightning.trainers",
+    "validation.fuzz.": "validation.fuzz.training.warm",
     **dict.fromkeys(
         (
             "tests.compat.transformers.",

@@ -109,7 +109,7 @@ def spawn_by_forking(module: str) -> "fork_server._ServerEnd":
         path = environment.python_path_with(REPOSITORY)
         with environment.environment_variables({"OMP_NUM_THREADS": "1", "PYTHONPATH": path}):
             return _spawn(module)
-    if not module.startswith(("meshwright.", "tests.")):
+    if not module.startswith(("meshwright.", "tests.", "validation.")):
         return _spawn(module)
     ours, theirs = socket.socketpair()
     with theirs:

@@ -1,0 +1,1 @@
+"""A fuzzer: random small models under random plans, compared with plain PyTorch in one process."""

@@ -1,0 +1,154 @@
+"""The command line: draws programs, runs them, keeps their outcomes in a file, and prints a summary."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from validation.fuzz.draw import draw_case
+from validation.fuzz.operators.table import OPERATORS
+from validation.fuzz.plans import PLANS
+from validation.fuzz.program import Case
+from validation.fuzz.render import render
+from validation.fuzz.shrink import shrink
+from validation.fuzz.summary import summary_lines
+from validation.fuzz.training.outcome import Outcome, Pools, outcome_of
+
+_ATTEMPTS = 20  # draws of one number, since some programs do not run in plain PyTorch
+Row = dict[str, Any]  # a line of the file of results
+
+
+def main() -> None:
+    options = _parse()
+    torch.set_num_threads(1)
+    if options.replay:
+        _replay([Path(name) for name in options.replay], options.shrink)
+    else:
+        _run(options)
+
+
+def _run(options: argparse.Namespace) -> None:
+    results = Path(options.results) if options.results else None
+    rows = read_rows(results)
+    done = {(row["seed"], row["number"]) for row in rows}
+    numbers = [n for n in range(options.first, options.first + options.programs) if (options.seed, n) not in done]
+    plans = [name for name in PLANS if _is_chosen(name, options.plans, options.ranks)]
+    operators = options.only_operators.split(",") if options.only_operators else ()
+    unknown = set(operators) - set(OPERATORS)
+    if unknown or not plans:
+        sys.exit(f"unknown operators: {sorted(unknown)}" if unknown else f"no plan fits --plans {options.plans}")
+    pools, start = Pools(), time.monotonic()
+    try:
+        for count, (case, row) in enumerate(fuzz(options.seed, numbers, plans, operators, pools, options.fault), 1):
+            rows.append(row)
+            if results is not None:
+                with results.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+            if row["outcome"] in ("wrong", "crash"):
+                _report(case, row, options.failures)
+            if count % 50 == 0:
+                print(f"{count} programs in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+    finally:
+        pools.close()
+    print("\n".join(summary_lines(rows)))
+
+
+def _replay(files: list[Path], shrinks: bool) -> None:
+    """Runs kept cases again, and prints their outcomes; if `shrinks`, writes the smallest ones beside them."""
+    pools = Pools()
+    try:
+        for file in files:
+            case = Case.from_json(json.loads(file.read_text())["case"])
+            outcome = outcome_of(case, pools)
+            if shrinks and outcome.kind in ("wrong", "crash"):
+                case, outcome = shrink(case, outcome, lambda smaller: outcome_of(smaller, pools))
+                small = file.with_name(f"{file.stem}.small.json")
+                small.write_text(json.dumps({"case": case.as_json(), "outcome": outcome.kind}, indent=1) + "\n")
+                small.with_suffix(".py").write_text(render(case))
+            print(
+                f"{file.name}: {outcome.kind}: {case.plan_kind}, {case.loss}, {case.optimizer}, {case.door}", flush=True
+            )
+            print(f"    {', '.join(case.program.operators)}\n    {outcome.reason[-1500:]}", flush=True)
+    finally:
+        pools.close()
+
+
+def fuzz(
+    seed: int,
+    numbers: Collection[int],
+    plans: Collection[str],
+    operators: Collection[str],
+    pools: Pools,
+    fault: str | None = None,
+) -> Iterator[tuple[Case, Row]]:
+    """Yields the case of each number with its row of results."""
+    for number in numbers:
+        for attempt in range(_ATTEMPTS):
+            case = draw_case(seed, number, attempt, plans, operators)
+            begin = time.monotonic()
+            outcome = outcome_of(case, pools, fault)
+            if outcome.kind != "invalid":
+                yield case, _row(seed, number, attempt, case, outcome, time.monotonic() - begin)
+                break
+
+
+def read_rows(file: Path | None) -> list[Row]:
+    """The results of earlier runs."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file is not None and file.exists() else []
+
+
+def _row(seed: int, number: int, attempt: int, case: Case, outcome: Outcome, seconds: float) -> Row:
+    return {
+        "seed": seed,
+        "number": number,
+        "attempt": attempt,
+        "plan": case.plan_kind,
+        "axes": sorted(case.plan["axes"]) + (["branches"] if case.plan_kind.startswith("branches") else []),
+        "model": case.program.kind,
+        "operators": list(case.program.operators),
+        "loss": case.loss,
+        "optimizer": case.optimizer,
+        "door": case.door,
+        "outcome": outcome.kind,
+        "reason": outcome.reason,
+        "error": outcome.error,
+        "when": outcome.when,
+        "names_line": outcome.names_line,
+        "seconds": round(seconds, 2),
+    }
+
+
+def _report(case: Case, row: Row, folder: str | None) -> None:
+    line = row["reason"].strip().splitlines()[-1][:200]
+    print(f"{row['outcome']}: {row['seed']}/{row['number']} {row['plan']}: {line}", file=sys.stderr, flush=True)
+    if folder is not None:
+        file = Path(folder) / f"{row['seed']}_{row['number']}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"case": case.as_json(), "row": row}, indent=1))
+        file.with_suffix(".py").write_text(render(case))
+
+
+def _is_chosen(name: str, plans: str, ranks: str) -> bool:
+    chosen = not plans or any(name.startswith(start) for start in plans.split(","))
+    return chosen and str(PLANS[name].ranks) in ranks.split(",")
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m validation.fuzz", description=__doc__)
+    parser.add_argument("--programs", type=int, default=100, help="how many programs to run")
+    parser.add_argument("--first", type=int, default=0, help="the number of the first one")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--results", help="a file of JSON lines; programs that it has are left out")
+    parser.add_argument("--ranks", default="2,3,4", help="numbers of ranks, such as 2,3")
+    parser.add_argument("--plans", default="", help="beginnings of the names of plans, such as 'tensor,context 2'")
+    parser.add_argument("--only-operators", default="", help="each program has one of these operators")
+    parser.add_argument("--failures", help="a folder for the programs that are wrong or crash")
+    parser.add_argument("--replay", nargs="+", help="run these kept cases instead")
+    parser.add_argument("--shrink", action="store_true", help="with --replay: find the smallest cases that fail alike")
+    parser.add_argument("--fault", help="plant a fault of faults.py in the ranks")
+    return parser.parse_args()

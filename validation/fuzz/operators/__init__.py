@@ -1,0 +1,1 @@
+"""The operators of which programs are made, by family."""
