@@ -53,7 +53,8 @@ class LoadingOptions:
     a data set is divided if `partition` is `sample`; None means one part per rank. `start_worker` is called with its
     number in each worker process, and `loader_options` are further arguments of torch's `DataLoader`. `sampling` says
     how an epoch of training draws its samples; None means each sample once. `timeout_s` is how long a worker may take
-    for a batch; None means that there is no limit."""
+    for a batch; None means that there is no limit. With `whole_batches`, a rank collates the samples of all ranks and
+    takes its rows (collate/dependence.py); sessions set it where it is needed."""
 
     workers: int = 0
     pin_memory: bool = False
@@ -64,6 +65,7 @@ class LoadingOptions:
     start_worker: Callable[[int], None] | None = None
     loader_options: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float | None = None
+    whole_batches: bool = False
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import numpy as np
 from torch.utils.data import Dataset, Subset, default_collate
 
 from meshwright.data.batch import Batch, LoadingOptions, Microbatch, SampleShare
+from meshwright.data.collate.rows import collate_rows
 from meshwright.data.columns import ColumnDataset
 from meshwright.data.partition import BatchPartition, Partition, PartPartition, even_shares, padded_microbatches
 from meshwright.data.randomness import preserve_generators, seed_generators
@@ -23,11 +24,12 @@ from meshwright.errors import InputError
 class MicrobatchKeys(NamedTuple):
     """Names the samples of one microbatch to load, by the epoch and their indices. `repeats` says for each of them how
     often the epoch had it before, so that random augmentation is another one each time; None if no sample comes
-    twice."""
+    twice. With `rows`, the samples are those of a whole batch, and the item is a list of these rows of it."""
 
     epoch: int
     indices: np.ndarray
     repeats: np.ndarray | None = None
+    rows: tuple[range, ...] | None = None
 
     def parts_of_seed(self, position: int) -> tuple[int, ...]:
         """The epoch and the index of a sample, and its number of repeats if it is repeated."""
@@ -66,6 +68,8 @@ class MicrobatchDataset(Dataset[Any]):
                 samples = read_samples(self._dataset.__getitems__, self._dataset, indices)
             else:
                 samples = [self._sample(keys, position) for position in range(len(indices))]
+            if keys.rows is not None:
+                return collate_rows(self._collate, samples, keys.rows, self._dataset, indices)
             return collate_samples(self._collate, samples, self._dataset, indices)
 
     def _sample(self, keys: MicrobatchKeys, position: int) -> Any:
@@ -120,6 +124,9 @@ def train_mapped(
                 counts = [len(positions) for positions in microbatches]
                 is_last = index == batches - 1
                 pending.append(_PendingBatch(counts, sum(map(len, shares)), epoch, index, is_last))
+                if loading.whole_batches:
+                    yield _whole_batch(epoch, order, repeats, shares, microbatches)
+                    continue
                 for positions in microbatches:
                     if positions:
                         chosen = slice(positions.start, positions.stop)
@@ -131,9 +138,19 @@ def train_mapped(
     loaded = load_items(MicrobatchDataset(dataset, seed, "sample", loading), loading, keys_of_microbatches())
     for data in loaded:
         batch = pending.popleft()
-        microbatches = [Microbatch(data, batch.counts[0], width)]
-        microbatches += [Microbatch(next(loaded), samples, width) for samples in batch.counts[1:]]
+        parts = data if loading.whole_batches else [data, *(next(loaded) for _ in batch.counts[1:])]
+        microbatches = [Microbatch(part, samples, width) for part, samples in zip(parts, batch.counts, strict=True)]
         yield Batch(tuple(microbatches), batch.samples, batch.epoch, batch.index, batch.last)
+
+
+def _whole_batch(
+    epoch: int, order: np.ndarray, repeats: np.ndarray | None, shares: list[range], microbatches: list[range]
+) -> MicrobatchKeys:
+    """Names all samples of a batch, and the rows of a rank's microbatches. One that has no samples gets the first
+    row."""
+    begin, end = shares[0].start, shares[-1].stop
+    rows = tuple(range(positions.start - begin, positions.stop - begin) or range(1) for positions in microbatches)
+    return MicrobatchKeys(epoch, order[begin:end], None if repeats is None else repeats[begin:end], rows)
 
 
 def _check_start(batches: int, size: int, global_batch: int, start: tuple[int, int]) -> None:
@@ -157,19 +174,28 @@ def eval_mapped(
     are read; if the last round has fewer samples, ranks share them evenly. `loading.eval_batches` explains the
     arguments."""
     dataset, width = _select_columns(dataset, share, loading)
-    batches = [positions for positions in _eval_positions(dataset_size(dataset), batch, share) if positions]
-    keys = (MicrobatchKeys(0, np.arange(positions.start, positions.stop)) for positions in batches)
+    rounds = [
+        (every, positions) for every, positions in _eval_positions(dataset_size(dataset), batch, share) if positions
+    ]
+    keys = (_eval_keys(every, positions, loading.whole_batches) for every, positions in rounds)
     loaded = load_items(MicrobatchDataset(dataset, seed, "eval", loading), loading, keys)
-    for data, positions in zip(loaded, batches, strict=True):
-        yield Microbatch(data, len(positions), width)
+    for data, (_, positions) in zip(loaded, rounds, strict=True):
+        yield Microbatch(data[0] if loading.whole_batches else data, len(positions), width)
 
 
-def _eval_positions(size: int, batch: int, share: SampleShare) -> Iterator[range]:
-    """Yields this rank's positions in each round of evaluation; an empty range if a short last round leaves none for
-    this rank."""
+def _eval_positions(size: int, batch: int, share: SampleShare) -> Iterator[tuple[range, range]]:
+    """Yields the positions of all ranks in each round of evaluation, and those of this rank; an empty range if a short
+    last round leaves none for this rank."""
     for begin in range(0, size, batch * share.ranks):
         positions_of_all_ranks = range(size)[begin : begin + batch * share.ranks]
-        yield even_shares(positions_of_all_ranks, share.ranks)[share.rank]
+        yield positions_of_all_ranks, even_shares(positions_of_all_ranks, share.ranks)[share.rank]
+
+
+def _eval_keys(every: range, positions: range, whole_batches: bool) -> MicrobatchKeys:
+    if not whole_batches:
+        return MicrobatchKeys(0, np.arange(positions.start, positions.stop))
+    rows = (range(positions.start - every.start, positions.stop - every.start),)
+    return MicrobatchKeys(0, np.arange(every.start, every.stop), rows=rows)
 
 
 def _select_columns(dataset: Any, share: SampleShare, loading: LoadingOptions) -> tuple[Any, int | None]:

@@ -3,7 +3,8 @@
 Batch k of the loader on one process is the global batch k on any number of ranks. Rank 0 takes it from the loader's
 sampler and sends the indices of its samples to the other ranks. These iterate over their samplers, too, and ignore what
 they get: where ranks are seeded alike, their random generators stay alike. A rank then reads its share of the samples,
-in worker processes if the loader has some, and calls the loader's `collate_fn` with these samples only.
+in worker processes if the loader has some, and calls the loader's `collate_fn` with these samples only; or, if the
+result depends on the whole batch (collate/dependence.py), with all samples of the batch, and takes its rows.
 
 The generators are seeded for each sample (`randomness.py`), so random augmentation does not depend on the number of
 ranks either.
@@ -54,9 +55,11 @@ class PreparedLoader:
         steps: Callable[[], int],
         note: Callable[[PreparedShare | None], None],
         move: Callable[[Any], Any],
+        whole_batches: bool = False,
     ) -> None:
         """`steps` returns the number of steps that the session has made; random augmentation depends on its value when
-        a loop begins, and on `seed`. `move` returns a batch on the session's device."""
+        a loop begins, and on `seed`. `move` returns a batch on the session's device. With `whole_batches`, every rank
+        collates whole batches."""
         check_divisible(loader)
         self._loader = loader
         self._share = share
@@ -64,6 +67,7 @@ class PreparedLoader:
         self._steps = steps
         self._note = note
         self._move = move
+        self._whole_batches = whole_batches
         self.samples = 0
 
     def __len__(self) -> int:
@@ -81,7 +85,7 @@ class PreparedLoader:
             self._note(None)
 
     def _shares(self) -> Iterator[PreparedShare]:
-        loading = loading_of(self._loader)
+        loading = replace(loading_of(self._loader), whole_batches=self._whole_batches)
         if isinstance(self._loader.dataset, IterableDataset):
             return self._shares_of_stream(loading)
         return self._shares_of_samples(loading)
@@ -100,12 +104,15 @@ class PreparedLoader:
                 shares = share.divide(range(len(indices)), number)
                 positions = shares[share.rank]
                 counts.append((len(positions), len(indices), max(map(len, shares))))
+                if loading.whole_batches:
+                    yield MicrobatchKeys(epoch, np.array(indices, np.int64), rows=(positions or range(1),))
+                    continue
                 local = indices[positions.start : positions.stop] or indices[:1]
                 yield MicrobatchKeys(epoch, np.array(local, np.int64))
 
         dataset = MicrobatchDataset(self._loader.dataset, self._seed, "sample", loading)
         for number, data in enumerate(load_items(dataset, loading, keys()), share.first):
-            yield PreparedShare(data, *counts.popleft(), number)
+            yield PreparedShare(data[0] if loading.whole_batches else data, *counts.popleft(), number)
 
     def _shares_of_stream(self, loading: LoadingOptions) -> Iterator[PreparedShare]:
         loader, share = self._loader, self._share_now()

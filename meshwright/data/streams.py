@@ -28,6 +28,7 @@ import torch.utils.data._utils.worker as torch_worker  # private; seen to work o
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from meshwright.data.batch import Batch, LoadingOptions, Microbatch, SampleShare, StreamState
+from meshwright.data.collate.rows import collate_rows
 from meshwright.data.digest import digest_samples
 from meshwright.data.partition import padded_microbatches
 from meshwright.data.randomness import preserve_generators, seed_generators
@@ -77,6 +78,7 @@ class _StreamBatches(IterableDataset[Any]):
         self._dataset = dataset
         self._reading = reading
         self._collate = loading.collate or default_collate
+        self._whole_batches = loading.whole_batches
 
     def __iter__(self) -> Iterator[_StreamBatch]:
         info = get_worker_info()
@@ -174,7 +176,10 @@ class _StreamBatches(IterableDataset[Any]):
         reading = self._reading
         collated = []
         shares = reading.share.divide(range(len(global_batch)), reading.loaded + index - reading.first)
-        for positions in padded_microbatches(shares, reading.share.rank, reading.accumulation):
+        microbatches = padded_microbatches(shares, reading.share.rank, reading.accumulation)
+        if self._whole_batches:
+            return self._rows_of_whole(index, global_batch, microbatches)
+        for positions in microbatches:
             if positions or reading.borrow:
                 # All ranks have read the same samples, so their generators are equal here. Seeding by position lets
                 # their collate functions draw different numbers.
@@ -185,6 +190,18 @@ class _StreamBatches(IterableDataset[Any]):
                 batch = collate_samples(self._collate, samples, self._dataset, indices)
                 collated.append((batch, len(positions)))
         return collated
+
+    def _rows_of_whole(self, index: int, global_batch: list[Any], microbatches: list[range]) -> list[tuple[Any, int]]:
+        """The same, but the whole batch is collated, on all ranks with the same random numbers."""
+        reading, begin = self._reading, index * self._reading.batch
+        wanted = [positions for positions in microbatches if positions or reading.borrow]
+        if not wanted:
+            return []
+        seed_generators(reading.seed, f"{reading.use} collate", reading.epoch, begin)
+        indices = list(range(begin, begin + len(global_batch)))
+        rows = [positions or range(1) for positions in wanted]
+        batches = collate_rows(self._collate, global_batch, rows, self._dataset, indices)
+        return [(batch, len(positions)) for batch, positions in zip(batches, wanted, strict=True)]
 
 
 @contextmanager

@@ -175,6 +175,7 @@ class Session(OwnLoop):
         elif loading.partition == "sample":  # a run that is resumed on other ranks keeps its parts
             self.parts = self.parts or loading.parts or default_parts(self.plan)
             loading = replace(loading, parts=self.parts)
+        loading = self._collation_of(dataset, loading)
         batches = train_batches(
             dataset,
             seed=self.seed,
@@ -320,9 +321,8 @@ class Session(OwnLoop):
         """Evaluates this rank's share of the data set, or another `share`. Returns its totals, which are not combined
         with those of other ranks, and whether the evaluation was interrupted."""
         self._report("evaluate")
-        result = self._evaluator.totals(
-            dataset, metrics or {}, batch, share or self._share(), loading or LoadingOptions(), interrupted
-        )
+        loading = self._collation_of(dataset, loading or LoadingOptions())
+        result = self._evaluator.totals(dataset, metrics or {}, batch, share or self._share(), loading, interrupted)
         self._train_mode()
         return result
 

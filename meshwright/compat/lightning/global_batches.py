@@ -6,12 +6,13 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from meshwright.compat.loaders import loader_like
 from meshwright.data.batch import SampleShare
+from meshwright.data.collate.dependence import find_dependence
 from meshwright.data.order import derive_seed
-from meshwright.data.prepared import PreparedLoader, PreparedShare, check_divisible
+from meshwright.data.prepared import PreparedLoader, PreparedShare, check_divisible, loading_of
 
 
 class GlobalBatchLoader:
@@ -40,6 +41,7 @@ class GlobalBatchLoader:
         self._begin = begin
         self._batches_begun = batches_begun
         self._skipped = 0
+        self._whole_batches: bool | None = None  # whether ranks collate whole batches; None before the first loop
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -50,7 +52,11 @@ class GlobalBatchLoader:
         loader = self._loader
         if skipped:  # their samples are not read
             loader = loader_like(loader, batch_sampler=_LaterBatches(loader.batch_sampler, skipped))
-        prepared = PreparedLoader(loader, self._share, self._seed, self._epoch, self._note, lambda batch: batch)
+        if self._whole_batches is None:
+            self._whole_batches = self._share.ranks > 1 and _depends_on_batch(loader, self._seed)
+        prepared = PreparedLoader(
+            loader, self._share, self._seed, self._epoch, self._note, lambda batch: batch, self._whole_batches
+        )
         batches = iter(prepared)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(self._seed, "order", self._epoch()))
@@ -64,6 +70,15 @@ class GlobalBatchLoader:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._skipped = state["batches"]
+
+
+def _depends_on_batch(loader: "DataLoader[Any]", seed: int) -> bool:
+    """Whether the loader's collate function depends on the whole batch, as one does that pads to its longest sample.
+    The loss is in the user's module, so whether it ignores padding is not tried."""
+    collate = loading_of(loader).collate
+    if collate is None:
+        return False
+    return isinstance(loader.dataset, IterableDataset) or find_dependence(loader.dataset, collate, seed) is not None
 
 
 class _LaterBatches(Sampler[list[int]]):

@@ -16,13 +16,14 @@ statistics, so the reference leaves them out.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.data.loading import Batch, Microbatch, SampleShare
+from meshwright.data.collate.dependence import find_dependence
+from meshwright.data.loading import Batch, Microbatch, SampleShare, is_stream
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.proof.reference.rank_shares import rank_shares
@@ -122,11 +123,20 @@ def global_batches(setup: ReferenceSetup, plan: Plan, grouping: Grouping) -> Ite
             yield GlobalBatch((SampleGroup(microbatch.data, microbatch.samples),), batch.last)
         return
     # Microbatches are loaded as each rank loads them, because a collate function's result may depend on which samples
-    # it gets.
+    # it gets. If it does, they are rows of whole batches (data/collate/dependence.py).
+    setup = replace(setup, loading=replace(setup.loading, whole_batches=_depends_on_batch(setup)))
     batches_by_rank = [setup.batches(share, plan.microbatches) for share in rank_shares(plan, setup.global_batch)]
     for batches in zip(*batches_by_rank, strict=False):
         groups = _local_groups(batches) if grouping == "local" else _synchronized_groups(batches)
         yield GlobalBatch(tuple(groups), batches[0].last)
+
+
+def _depends_on_batch(setup: ReferenceSetup) -> bool:
+    """Whether the collate function depends on the whole batch."""
+    collate = setup.loading.collate
+    if collate is None or setup.loading.partition == "sample":
+        return False
+    return is_stream(setup.data) or find_dependence(setup.data, collate, setup.seed) is not None
 
 
 def _local_groups(batches: tuple[Batch, ...]) -> Iterator[SampleGroup]:

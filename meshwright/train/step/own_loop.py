@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from meshwright.batch import ModelBatch, split_batch
 from meshwright.blocks.borrowed_samples import borrowed_samples
 from meshwright.data.batch import Batch, Microbatch, SampleShare
+from meshwright.data.collate.dependence import BatchDependence
 from meshwright.data.digest import check_same_samples, check_same_stream, check_same_weights, check_shares
 from meshwright.data.loading import LoadingOptions, is_stream
 from meshwright.data.order import derive_seed
@@ -34,6 +35,7 @@ from meshwright.parallel.model import ParallelModel
 from meshwright.parallel.replicate.unused import UnusedParameters
 from meshwright.plan import Plan
 from meshwright.plan_fields.shares import describe_shares
+from meshwright.train.loop_checks.padding import Collation, changes_loss
 from meshwright.train.loss.global_mean import GlobalMean, is_mean_of_ranks
 from meshwright.train.loss.loss import Loss
 from meshwright.train.shares.adaptive import AdaptiveShares
@@ -71,6 +73,7 @@ class OwnLoop:
         self.explainer: Explainer | None = None
         self.shares: AdaptiveShares | None = None  # None if the plan's shares are fixed
         self._unused_parameters = UnusedParameters()
+        self._collation = Collation(parallel)
         self._synchronizes = True
         self._prepared_share: PreparedShare | None = None  # what the loop of a prepared loader trains on at the moment
         self._forward_passes = 0  # since the last optimizer step
@@ -251,9 +254,29 @@ class OwnLoop:
             return session.steps if (session := this()) else 0
 
         device = self._parallel.device
+        loading = self._collation_of(loader.dataset, loading_of(loader))
         return PreparedLoader(
-            loader, self._share(), self.seed, steps, note, lambda batch: move_to_device(batch, device)
+            loader,
+            self._share(),
+            self.seed,
+            steps,
+            note,
+            lambda batch: move_to_device(batch, device),
+            loading.whole_batches,
         )
+
+    def _collation_of(self, dataset: Any, loading: LoadingOptions) -> LoadingOptions:
+        """Returns the loading options with the choice whether ranks collate whole batches. All ranks call this
+        together."""
+
+        def changes(dependence: BatchDependence) -> bool | None:
+            collate = loading.collate
+            if self.remote_optimizer is not None or collate is None:  # workers of servers do not wait for each other
+                return None
+            self._try_loss(collate([*dependence.small, dependence.large]))
+            return changes_loss(self._parallel, self._loss, self._example, collate, dependence)
+
+        return self._collation.choose(dataset, loading, self.seed, self._share().ranks, changes)
 
     def note_share(self, share: PreparedShare | None) -> None:
         """Tells what the loop trains on at the moment, if a loader that knows it has given it; None at its end."""
