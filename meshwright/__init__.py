@@ -24,7 +24,7 @@ _MODULES = {
     "largest_batch": "meshwright.auto.questions",
     "load_job": "meshwright.job",
     "load_plan": "meshwright.job",
-    "parallelize": "meshwright.train.parallelize",
+    "parallelize": "meshwright.proof.before_training.parallelize",
     "predict": "meshwright.auto.predict",
     "prove": "meshwright.proof.prove_model",
     "sweep": "meshwright.auto.questions",

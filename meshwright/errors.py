@@ -17,6 +17,13 @@ class InputError(MeshwrightError):
     exit_code = 2
 
 
+class UnequalPlan(InputError):
+    """A plan was checked before training, and does not train the same model as one device. The message says what
+    differs first, why, and which plan trains the same model."""
+
+    exit_code = 3
+
+
 class ModelConstructorError(InputError):
     """The constructor of a library's model failed with the arguments of the job, on this device. The message says which
     constructor, and with which error it failed."""

@@ -38,6 +38,9 @@ from meshwright.train.output.folder import RunFolder, device_text, find_run_to_r
 from meshwright.train.output.origin import read_run_file
 from meshwright.user_code import first_line
 
+CheckPlan = Callable[[Plan], None]
+"""Raises an `InputError` for plans that must not be chosen."""
+
 
 def choose_plan(inputs: PlanningInputs, profiles: Profiles) -> PricedPlan:
     """Returns the fastest plan that fits and that `inputs.check_plan` accepts. Raises an `InputError` if there is
@@ -70,24 +73,38 @@ class JobPlan:
     prediction: Prediction | None = None
 
 
-def plan_chooser(job: Job) -> Callable[[Cluster, str], tuple[Plan, str | None]]:
-    """Returns the function that chooses the job's plan for ranks that another launcher has started
-    (`train/launched.py`)."""
+class PlanChooser:
+    """Chooses the job's plan for ranks that another launcher has started (`train/launched.py`)."""
 
-    def choose(machines: Cluster, resume: str) -> tuple[Plan, str | None]:
-        chosen = plan_of_job(JobParts(job), machines, "auto", resume)
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._refuse: CheckPlan | None = None
+
+    def __call__(self, machines: Cluster, resume: str) -> tuple[Plan, str | None]:
+        refuse = self._refuse
+        # A run's stored plan is not taken again if a plan was refused, which may have been this one.
+        chosen = plan_of_job(JobParts(self._job), machines, "auto", "never" if refuse else resume, refuse)
         return chosen.plan, chosen.line
 
-    return choose
+    def refuse(self, refuse: CheckPlan) -> None:
+        """From now on, leaves out plans for which this function raises an `InputError`."""
+        self._refuse = refuse
 
 
-def plan_of_job(parts: JobParts, cluster: Cluster, plan: "Plan | Literal['auto']", resume: str = "never") -> JobPlan:
+def plan_of_job(
+    parts: JobParts,
+    cluster: Cluster,
+    plan: "Plan | Literal['auto']",
+    resume: str = "never",
+    refuse: CheckPlan | None = None,
+) -> JobPlan:
     """Returns the plan that a job is trained with. It has no prediction if the machine has not been measured, if the
     model or the plan cannot be predicted, or if the plan leaves its precision to the run.
 
     If `plan` is "auto", the result is the plan of the run that `resume` (of `lock_run_folder`) continues, if that plan
     suits the job and the cluster; else the fastest plan that the job's `allow` permits. If no prediction is possible,
-    it is the plan in which every device is a replica.
+    it is the plan in which every device is a replica. `refuse` raises an `InputError` for plans that `auto` must not
+    choose.
     """
     job = parts.job
     if plan == "auto" and (run := find_run_to_resume(job, resume)) and (stored := _stored_plan(run, job, cluster)):
@@ -106,6 +123,8 @@ def plan_of_job(parts: JobParts, cluster: Cluster, plan: "Plan | Literal['auto']
         return JobPlan(fallback, line=line and f"{line}, as this machine is not measured: run meshwright doctor once")
     try:
         inputs, profiles = planning_inputs(parts, cluster, even_shares=False)
+        if refuse is not None:
+            inputs = replace(inputs, check_plan=_both(inputs.check_plan, refuse))
     except UserCodeError:  # a second attempt would execute the failing code again, for example the import of a file
         raise
     except Exception:  # raised by the job's own code; the checks before the run report it

@@ -130,11 +130,18 @@ def train(
         str | None,
         typer.Option(metavar="A:B", help="Profile the steps from A to B - 1, counted from 0, for report --trace."),
     ] = None,
+    unproved: Annotated[
+        bool,
+        typer.Option(
+            "--unproved", help="Do not check first that a plan which divides the model trains the same model."
+        ),
+    ] = False,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a job on all devices of this machine. If torchrun, mpirun or srun starts this command, each process that it
-    starts is one rank."""
+    starts is one rank. A plan that divides the model is first checked against one device, once for each model; if it
+    trains another model, the exit code is 3."""
     from meshwright.compat.lightning_job import is_module_job, load_train_job
     from meshwright.job import load_plan
     from meshwright.launch.environment import read_environment
@@ -150,21 +157,22 @@ def train(
         launcher = "another launcher has started this rank" if read_environment().launched else "Lightning starts ranks"
         raise InputError(f"--nodes {nodes}: {launcher}: leave out --nodes")
     if on is not None:
-        result: Any = train_in_ray_workers(loaded_job, given_plan, on, workers, cluster, resume, record)
+        result: Any = train_in_ray_workers(loaded_job, given_plan, on, workers, cluster, resume, record, unproved)
     elif is_module_job(loaded_job):
         from meshwright.cli.lightning_module import train_lightning_module
 
         result = train_lightning_module(loaded_job, given_plan, cluster, resume, record)
     elif read_environment().launched:
-        result = train_as_rank(loaded_job, given_plan, cluster, resume, record)
+        result = train_as_rank(loaded_job, given_plan, cluster, resume, record, unproved)
     elif nodes is not None:
         from meshwright.cli.launchers.nodes import RankRequest, train_on_nodes
 
-        request = RankRequest(str(job), str(plan) if plan else None, cluster, resume, record, settings or [], as_json)
+        job_and_plan = str(job), str(plan) if plan else None
+        request = RankRequest(*job_and_plan, cluster, resume, record, settings or [], as_json, unproved)
         train_on_nodes(request, loaded_job, given_plan, nodes, node_rank, rendezvous)
         return
     else:
-        result = train_here(loaded_job, given_plan, cluster, resume, record)
+        result = train_here(loaded_job, given_plan, cluster, resume, record, unproved)
     if result is not None:
         print_result(result, as_json)
 
@@ -216,6 +224,9 @@ def prove(
         str, typer.Option(metavar="fp64|fp32|plan", help="The precision of the comparison; plan: the plan's precision.")
     ] = "fp64",
     dropout: Annotated[bool, typer.Option("--dropout", help="Do not switch dropout off.")] = False,
+    start: Annotated[
+        str, typer.Option(metavar="job|random", help="random: start from drawn weights, which hide fewer faults.")
+    ] = "job",
     against: Annotated[
         tuple[Path, Path] | None,
         typer.Option(metavar="RUN_A RUN_B", help="Compare two recorded runs of one job; RUN_A counts as correct."),
@@ -240,6 +251,8 @@ def prove(
         raise InputError("prove needs a JOB, or two recorded runs: --against RUN_A RUN_B")
     if job is None and settings:
         raise InputError(f"--set {settings[0]}: with --against, give the JOB whose field it sets")
+    if against is not None and start != "job":
+        raise InputError(f"--start {start}: the runs of --against have started from weights of their own, leave it out")
     for file, option in ((output, "--output"), (html, "--html")):
         if file:
             check_output(file, option)
@@ -264,7 +277,8 @@ def prove(
             parts = JobParts(loaded_job)
             if proof_plan == "auto":
                 proof_plan = plan_of_job(parts, find_cluster(loaded_job.cluster), "auto").plan
-            proof = run(loaded_job, proof_plan, ranks=ranks, steps=steps, dtype=dtype, dropout=dropout, parts=parts)
+            options: dict[str, Any] = {"ranks": ranks, "steps": steps, "dtype": dtype, "dropout": dropout}
+            proof = run(loaded_job, proof_plan, **options, start=start, parts=parts)
         folder, name = Path(loaded_job.output), loaded_job.name
     from meshwright.proof.proof import save_proof, write_proof
 

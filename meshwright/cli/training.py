@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.cli.text import print_columns
-from meshwright.errors import InputError, MeshwrightError, OutOfMemory
+from meshwright.errors import InputError, MeshwrightError, OutOfMemory, UnequalPlan
 from meshwright.progress import say
 
 if TYPE_CHECKING:
@@ -16,16 +16,19 @@ if TYPE_CHECKING:
     from meshwright.cluster.cluster import Cluster
     from meshwright.job import Job
     from meshwright.plan import Plan
+    from meshwright.proof.before_training.job import CheckHere
     from meshwright.simulator.predict import Prediction
     from meshwright.train.job_parts import JobParts
 
 
 def train_as_rank(
-    job: "Job", plan: "Plan | Literal['auto']", cluster: str | None, resume: str, record: int
+    job: "Job", plan: "Plan | Literal['auto']", cluster: str | None, resume: str, record: int, unproved: bool = False
 ) -> dict[str, Any] | None:
-    """Trains as a rank that a launcher has started. Returns the result on rank 0 of a finished run."""
-    from meshwright.auto.choose import plan_chooser, plan_of_job
+    """Trains as a rank that a launcher has started. Returns the result on rank 0 of a finished run. With `unproved`,
+    the plan is not checked before."""
+    from meshwright.auto.choose import PlanChooser, plan_of_job
     from meshwright.cluster.detect import find_cluster
+    from meshwright.proof.before_training.job import CheckInWorld
     from meshwright.train.job_parts import JobParts
     from meshwright.train.launched import train_as_launched_rank
 
@@ -35,36 +38,56 @@ def train_as_rank(
         return OutOfMemory(str(suggested).replace("\n", "; "))  # a rank's failure is one line
 
     machines = find_cluster(cluster or job.cluster)
-    choice = plan_chooser(job) if plan == "auto" else plan
-    result = train_as_launched_rank(job, choice, machines, resume, record, suggest)
+    choice = PlanChooser(job) if plan == "auto" else plan
+    check = None if unproved else CheckInWorld()
+    result = train_as_launched_rank(job, choice, machines, resume, record, suggest, check)
     if result is not None:
         _store_page_values(job, machines, Path(result["run"]))
     return result
 
 
 def train_here(
-    job: "Job", plan: "Plan | Literal['auto']", cluster: str | None, resume: str, record: int
+    job: "Job", plan: "Plan | Literal['auto']", cluster: str | None, resume: str, record: int, unproved: bool = False
 ) -> dict[str, Any]:
-    """Trains on the devices of this machine, on ranks that this process starts."""
+    """Trains on the devices of this machine, on ranks that this process starts. Unless it is `unproved`, a plan that
+    divides the model is first checked against one device; if it is unequal, `auto` takes the next best plan."""
     from meshwright.launch.local.fork_server import preloaded
 
     with preloaded("meshwright.train.rank", job.train.spare):  # ranks import while the plan is chosen
         from meshwright.auto.choose import plan_of_job
         from meshwright.cluster.detect import find_cluster
+        from meshwright.proof.before_training.job import CheckHere
         from meshwright.train.job_parts import JobParts
         from meshwright.train.output.remote_run import local_run
-        from meshwright.train.run import train
 
         machines = find_cluster(cluster or job.cluster)
         resume = local_run(job, resume, say)
         parts = JobParts(job)
         chosen = plan_of_job(parts, machines, plan, resume)
-        tunes = chosen.is_searched and job.tune and not job.constraints.limits_compute
-        shown = partial(values_of_run, machines, parts, chosen.prediction)
-        try:
-            return train(job, chosen.plan, machines, resume, chosen.step_s, record, chosen.line, parts, tunes, shown)
-        except OutOfMemory as error:
-            raise with_smaller_plan(error, job, machines, chosen) from error
+        check = None if unproved else CheckHere(parts, machines)
+        while True:
+            try:
+                return _train_planned(parts, chosen, machines, resume, record, check)
+            except UnequalPlan as error:
+                if plan != "auto" or check is None:
+                    raise
+                say(f"{error}; auto takes the next best plan")
+                chosen = plan_of_job(parts, machines, "auto", refuse=check.refused)
+
+
+def _train_planned(
+    parts: "JobParts", chosen: "JobPlan", machines: "Cluster", resume: str, record: int, check: "CheckHere | None"
+) -> dict[str, Any]:
+    from meshwright.train.run import train
+
+    job = parts.job
+    tunes = chosen.is_searched and job.tune and not job.constraints.limits_compute
+    shown = partial(values_of_run, machines, parts, chosen.prediction)
+    settings = (chosen.step_s, record, chosen.line, parts, tunes, shown, check)
+    try:
+        return train(job, chosen.plan, machines, resume, *settings)
+    except OutOfMemory as error:
+        raise with_smaller_plan(error, job, machines, chosen) from error
 
 
 def _store_page_values(job: "Job", machines: "Cluster", run: Path) -> None:

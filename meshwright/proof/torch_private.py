@@ -6,7 +6,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.nn.modules import batchnorm, dropout
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -54,3 +56,8 @@ def backward_passes_in(context: AbstractContextManager[Any]) -> Iterator[None]:
         yield
     finally:
         module._engine_run_backward = run_engine
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """The process groups that this process is in at the moment."""
+    return list(distributed_c10d._world.pg_map) if dist.is_initialized() else []

@@ -6,14 +6,14 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 
 from meshwright import errors
 from meshwright.calibrate.machines import find_measured_machines
 from meshwright.cluster.cluster import Cluster
-from meshwright.errors import InputError, MeshwrightError, OutOfMemory
+from meshwright.errors import InputError, MeshwrightError, OutOfMemory, UnequalPlan
 from meshwright.exchange import broadcast_value
 from meshwright.job import Job, load_plan
 from meshwright.launch.environment import Environment, read_environment
@@ -31,8 +31,24 @@ from meshwright.train.output.folder import LockedRun, RunFolder, lock_run_folder
 from meshwright.train.output.remote_run import local_run
 from meshwright.train.rank import train_rank
 
-ChoosePlan = Callable[[Cluster, str], tuple[Plan, str | None]]
-"""Chooses the plan for a cluster and a run to resume (`lock_run_folder`). Also returns a line that says why."""
+
+class ChoosePlan(Protocol):
+    """Chooses the plan for a cluster and a run to resume (`lock_run_folder`). Also returns a line that says why."""
+
+    def __call__(self, machines: Cluster, resume: str) -> tuple[Plan, str | None]: ...
+
+    def refuse(self, refuse: Callable[[Plan], None]) -> None:
+        """From now on, leaves out plans for which this function raises an `InputError`."""
+
+
+class CheckPlan(Protocol):
+    """Checks the plan of a job in the ranks of the world, and raises `UnequalPlan` on all of them. `refused` is then
+    what `ChoosePlan.refuse` gets."""
+
+    def __call__(self, job: Job, plan: Plan, world: World) -> None: ...
+
+    @property
+    def refused(self) -> Callable[[Plan], None]: ...
 
 
 SuggestPlan = Callable[[OutOfMemory, Plan, int], OutOfMemory]
@@ -57,15 +73,16 @@ def train_as_launched_rank(
     resume: str,
     recorded_steps: int = 0,
     suggest: SuggestPlan | None = None,
+    check: CheckPlan | None = None,
 ) -> dict[str, Any] | None:
     """Trains as this rank of a launched run. `plan` is a function if rank 0 is to choose the plan; if the cluster does
     not describe the ranks, every rank is a replica then. `resume` and `recorded_steps` are those of `run.train`.
-    `suggest` adds to an error about full memory which plan needs less. Returns the result on rank 0, and None on other
-    ranks or if the run was stopped before its end."""
+    `suggest` adds to an error about full memory which plan needs less. `check` is called before the training begins.
+    Returns the result on rank 0, and None on other ranks or if the run was stopped before its end."""
     results: list[dict[str, Any] | None] = []
 
     def main(world: World, heartbeat: Heartbeat) -> None:
-        results.append(train_in_world(job, plan, cluster, resume, world, heartbeat, recorded_steps))
+        results.append(train_in_world(job, plan, cluster, resume, world, heartbeat, recorded_steps, check=check))
 
     def end(error: BaseException, env: Environment, heartbeat: Heartbeat) -> NoReturn:
         # The other ranks wait for this one in the meantime.
@@ -88,6 +105,7 @@ def train_in_world(
     heartbeat: Heartbeat,
     recorded_steps: int,
     threads: int | None = None,
+    check: CheckPlan | None = None,
 ) -> dict[str, Any] | None:
     """Trains as this rank of the world, as `train_as_launched_rank` does. `threads` is how many threads torch uses if
     the plan does not say; by default the rank's share of the machine's cores."""
@@ -98,6 +116,8 @@ def train_in_world(
     if not isinstance(plan, Plan) and cluster.name == "local" and world.size > world.local_size:
         cluster = find_measured_machines(world) or cluster
     run = _agree_on_run(job, plan, cluster, "auto" if world.attempt else resume, world)
+    while check is not None and not world.attempt and not _is_accepted(job, plan, run, world, check):
+        run = _agree_on_run(job, plan, cluster, resume, world)
     torch.set_num_threads(run.plan.compute.threads or threads or max(1, cluster.cores // world.local_size))
     redirect(run.folder.logs, world.rank, world.attempt)
     heartbeat.move_to(run.folder.logs, world.rank)
@@ -105,6 +125,25 @@ def train_in_world(
     if run.locked_run:
         run.locked_run.lock.close()
     return read_result(run.folder) if finished and world.rank == 0 else None
+
+
+def _is_accepted(job: Job, plan: Plan | ChoosePlan, run: _Run, world: World, check: CheckPlan) -> bool:
+    """Returns whether the check accepts the plan of the run. If it does not, the run's folder is removed if it is new.
+    Then a plan that was given raises the error, and the function that chooses plans is told what to leave out."""
+    try:
+        check(job, run.plan, world)
+        return True
+    except UnequalPlan as error:
+        if run.locked_run is not None:
+            if run.locked_run.is_new and not run.folder.checkpoints.exists():
+                shutil.rmtree(run.folder.path, ignore_errors=True)
+            run.locked_run.lock.close()
+        if isinstance(plan, Plan):
+            raise
+        if world.rank == 0:
+            print(f"{error}; auto takes the next best plan", file=sys.stderr, flush=True)
+        plan.refuse(check.refused)
+        return False
 
 
 def _agree_on_run(job: Job, plan: Plan | ChoosePlan, cluster: Cluster, resume: str, world: World) -> _Run:

@@ -44,30 +44,10 @@ def parallelize(
     device: str | None = None,
     timeout_s: float = 600,
     sample_batch: Any = None,
+    check_plan: Callable[[Plan, World], None] | None = None,
 ) -> Session:
-    """Returns a session that trains the model under a plan: a `Plan`, its groups as a dict, or the path of a plan file.
-    Without a plan, every rank is a replica. Each model of a script gets a session of its own. If the script has made a
-    process group, the session uses it. All ranks call this together.
-
-    `optimizer` is a template: the session builds a new optimizer of the same class, groups and options for the parallel
-    model, and matches parameters by name. Calling `step` of the given optimizer then raises an error. It is None for a
-    model that is not trained, such as a teacher. `schedule` is called with the new optimizer and returns its
-    learning-rate schedule; one that needs a metric is stepped by `session.step_schedule(metric)`. `loss` is None for
-    models that return their loss, and for loops that compute it from `session.model(...)`. With `on_nonfinite="skip"`,
-    the update of a step whose loss or gradients are NaN or infinite is left out on all ranks and counted in the
-    session's `skipped_steps`. `target` is the key of the target in batches that are dicts. `device` is `cuda` or `cpu`;
-    None means `cuda` if there is a GPU. `sample_batch`, a batch of any size, is needed for plans that split or cut the
-    model, or compute its loss in chunks. `timeout_s` is how long a rank waits for other ranks before it fails; a
-    process group that the script has made keeps its own.
-
-    >>> import torch, meshwright as mw
-    >>> model = torch.nn.Linear(4, 1)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> session = mw.parallelize(model, optimizer, loss=torch.nn.functional.mse_loss)
-    >>> loss = session.step((torch.ones(8, 4), torch.zeros(8, 1)))
-    >>> session.steps
-    1
-    """
+    """Returns a session as `mw.parallelize` does, which explains the other arguments. `check_plan` is called on every
+    rank before the plan changes the model, and raises an error to refuse it."""
     _check_arguments(model, optimizer, loss, clip_norm, on_nonfinite, seed, device, timeout_s)
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     world = join(kind, timeout_s)
@@ -75,6 +55,8 @@ def parallelize(
         plan = load_plan(plan, "parallelize")
     plan = plan or Plan.model_validate({"axes": {"replicate": world.size}})
     agree_on_plan(plan, world, timeout_s)
+    if check_plan is not None:
+        check_plan(plan, world)
     heartbeat = Heartbeat.in_memory(world.attempt)
     explainer = Explainer(world, heartbeat, _group_timeout_s(world, timeout_s))
     this: ref[Session] | None = None  # weak, because the session holds `report`

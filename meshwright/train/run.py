@@ -44,6 +44,7 @@ def train(
     parts: JobParts | None = None,
     tunes: bool = False,
     page_values: Callable[[Plan], Mapping[str, Any]] | None = None,
+    check: Callable[[Plan], None] | None = None,
 ) -> dict[str, Any]:
     """Trains on this machine, and returns the result, which is the content of result.json.
 
@@ -51,7 +52,8 @@ def train(
     number of steps, from the first one on, to record for `prove --against`. `note` is printed when the job has been
     checked. `parts` caches what planning has built of the job; its memory is released before the ranks start. With
     `tunes`, a long run begins with measuring which `compute` fields of the plan make its steps faster. `page_values` is
-    called with the plan that is run, and returns what page.json of the run holds.
+    called with the plan that is run, and returns what page.json of the run holds. `check` is called with the plan when
+    the job has been checked, before anything is written, and raises an error to refuse it.
     """
     check_can_be_alone()
     parts = parts or JobParts(job)
@@ -69,6 +71,8 @@ def train(
             f"--record does not work with parameter servers, but plan.gradients.servers is {plan.gradients.servers}:"
             " leave out --record, or set gradients.servers to 0"
         )
+    if check is not None:
+        check(plan)
     output = Path(job.output)
     new_folders = [path for path in (output, *output.parents) if not os.path.lexists(path)]
     locked_run = lock_run_folder(job, resume)

@@ -29,6 +29,7 @@ class RankRequest:
     record: int
     settings: list[str]
     as_json: bool
+    unproved: bool = False
 
 
 def train_on_nodes(
@@ -124,7 +125,7 @@ def main() -> None:
     request = RankRequest(**json.loads(sys.argv[1]))
     job = load_train_job(Path(request.job), request.settings)
     plan = load_plan(request.plan) if request.plan else job.plan
-    result = train_as_rank(job, plan, request.cluster, request.resume, request.record)
+    result = train_as_rank(job, plan, request.cluster, request.resume, request.record, request.unproved)
     if read_environment().rank == 0:
         write_result(result)
         if result is not None:

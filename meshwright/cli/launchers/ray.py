@@ -31,6 +31,7 @@ def train_in_ray_workers(
     cluster: str | None,
     resume: str,
     record: int,
+    unproved: bool = False,
 ) -> dict[str, Any] | None:
     """Trains the job on the Ray cluster `on`. Returns the result of the run."""
     from meshwright.compat.lightning_job import is_module_job
@@ -45,4 +46,4 @@ def train_in_ray_workers(
         from meshwright.compat.ray.run import train_on_ray
     except ImportError as error:
         raise InputError(f"--on {on}: {error}") from None
-    return train_on_ray(job, plan, on, workers, cluster, resume, record)
+    return train_on_ray(job, plan, on, workers, cluster, resume, record, unproved)

@@ -16,6 +16,7 @@ class WorkerRequest:
     record: int
     folder: str
     notes: str
+    unproved: bool = False
 
     def fields(self) -> dict[str, Any]:
         return asdict(self)

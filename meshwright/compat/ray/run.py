@@ -36,9 +36,11 @@ def train_on_ray(
     cluster: str | None,
     resume: str,
     record: int,
+    unproved: bool = False,
 ) -> dict[str, Any] | None:
     """Trains the job on the Ray cluster at this address: `ray` for the one that this machine belongs to (or that
-    RAY_ADDRESS names), or `ray://HOST:PORT`. Returns the result of the run."""
+    RAY_ADDRESS names), or `ray://HOST:PORT`. Returns the result of the run. With `unproved`, the workers
+    do not check the plan before."""
     _connect(address)
     try:
         cluster_name = cluster or job.cluster
@@ -55,6 +57,7 @@ def train_on_ray(
             record=record,
             folder=os.getcwd(),
             notes=str(notes),
+            unproved=unproved,
         )
         settings = (request.fields(), resources, job.train.restarts, job.train.timeout_s)
         if address == "ray":

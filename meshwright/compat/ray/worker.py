@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import ray
 import torch.distributed as dist
 
-from meshwright.auto.choose import plan_chooser
+from meshwright.auto.choose import PlanChooser
 from meshwright.cluster.detect import find_cluster
 from meshwright.compat.ray.notes import RunNotes
 from meshwright.compat.ray.request import WorkerRequest
@@ -22,6 +22,7 @@ from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.rank import run_rank
 from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.proof.before_training.job import CheckInWorld
 from meshwright.train.launched import train_in_world
 
 
@@ -40,7 +41,7 @@ def train_worker(fields: dict[str, Any]) -> dict[str, Any] | None:
 
 def _train(request: WorkerRequest, notes: RunNotes) -> dict[str, Any] | None:
     job = Job.model_validate(request.job)
-    plan = Plan.model_validate(request.plan) if request.plan else plan_chooser(job)
+    plan = Plan.model_validate(request.plan) if request.plan else PlanChooser(job)
     results: list[dict[str, Any] | None] = []
 
     def main(world: World, heartbeat: Heartbeat) -> None:
@@ -49,7 +50,17 @@ def _train(request: WorkerRequest, notes: RunNotes) -> dict[str, Any] | None:
         cluster = find_cluster(request.cluster)
         threads = _assigned_cores() if cluster.kind == "cpu" else None
         results.append(
-            train_in_world(job, plan, cluster, request.resume, world, heartbeat, request.record, threads=threads)
+            train_in_world(
+                job,
+                plan,
+                cluster,
+                request.resume,
+                world,
+                heartbeat,
+                request.record,
+                threads=threads,
+                check=None if request.unproved else CheckInWorld(),
+            )
         )
 
     def record_and_raise(error: BaseException, env: Environment, heartbeat: Heartbeat) -> NoReturn:
