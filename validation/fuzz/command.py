@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from validation.fuzz.draw import draw_case
+from validation.fuzz.fault_search import search_faults
 from validation.fuzz.operators.table import OPERATORS
 from validation.fuzz.plans import PLANS
 from validation.fuzz.program import Case
@@ -28,6 +29,8 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.replay:
         _replay([Path(name) for name in options.replay], options.shrink)
+    elif options.faults is not None:
+        search_faults(options.faults, options.seed, lambda line: print(line, flush=True))
     else:
         _run(options)
 
@@ -150,5 +153,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--failures", help="a folder for the programs that are wrong or crash")
     parser.add_argument("--replay", nargs="+", help="run these kept cases instead")
     parser.add_argument("--shrink", action="store_true", help="with --replay: find the smallest cases that fail alike")
+    parser.add_argument(
+        "--faults", nargs="*", help="plant these faults, or all, and count programs until each is found"
+    )
     parser.add_argument("--fault", help="plant a fault of faults.py in the ranks")
     return parser.parse_args()
