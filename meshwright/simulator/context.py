@@ -4,6 +4,7 @@
     gradients and weights              exchanged and divided as if context ranks were shards, or replicas if there is no
                                        shard axis                                                      without_context
     keys and values                    of each attention: b bytes per rank, g those of their gradients key_value_bytes
+    masks                              gathered before each attention, if they are made of inputs     key_value_messages
 
 Seconds that the exchange of keys and values adds, with t the seconds of a rank's attention and p those of passing a
 message on (`attention_exchange_s`):
@@ -26,8 +27,12 @@ share a key-value head, which is copied for each of them; h is half of b if G > 
 A mask makes scores of at most 2²⁶ numbers at a time in addition, which are not predicted.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
+from meshwright.blocks.module_names import is_inside
+from meshwright.blocks.recompute import Recompute
 from meshwright.cluster.cluster import Cluster
 from meshwright.dtypes import ITEM_BYTES
 from meshwright.plan import Plan
@@ -36,6 +41,7 @@ from meshwright.profile.structure.structure import Structure
 from meshwright.profile.values import BatchPolynomial, MemoryChange, ModelProfile, Operator, Phase, TraceSegment
 from meshwright.simulator.communication.collectives import collective_s, overlap
 from meshwright.simulator.communication.placement import RankGroup, axis_groups
+from meshwright.simulator.compute.attention_calls import AttentionCall, attention_calls
 from meshwright.simulator.compute.operator_time import DeviceSpeeds, operator_s
 from meshwright.simulator.tensor.messages import TensorMessage
 
@@ -55,12 +61,13 @@ def without_context(plan: Plan) -> Plan:
 @dataclass(frozen=True)
 class ContextExchange:
     """How the ranks of a context axis exchange keys and values. `key_value_share` is the number of key-value heads per
-    query head."""
+    query head, and `recompute` the plan's."""
 
     ranks: int
     is_ring: bool
     group: RankGroup
     key_value_share: float
+    recompute: Recompute = "none"
 
 
 def context_exchange(cluster: Cluster, structure: Structure | None, plan: Plan) -> ContextExchange | None:
@@ -69,7 +76,7 @@ def context_exchange(cluster: Cluster, structure: Structure | None, plan: Plan) 
         return None
     is_ring = plan.modules.attention_exchange == "ring"
     group = axis_groups(plan.axes, cluster)["context"]
-    return ContextExchange(plan.axes.context, is_ring, group, _key_value_share(structure))
+    return ContextExchange(plan.axes.context, is_ring, group, _key_value_share(structure), plan.memory.recompute)
 
 
 def _key_value_share(structure: Structure | None) -> float:
@@ -87,26 +94,40 @@ def key_value_bytes(operator: Operator, batch: float, share: float) -> tuple[flo
     return elements * ITEM_BYTES.get(operator.dtype, _GRADIENT_BYTES), elements * _GRADIENT_BYTES
 
 
+def _exchanging_calls(profile: ModelProfile, recompute: Recompute) -> list[tuple[AttentionCall, Phase]]:
+    """The calls of attention whose keys and values are exchanged, each with the pass in which they are. Selective
+    recomputation saves what attention computes, but exchanges keys and values again."""
+    calls = [(call, call.segment.phase) for call in attention_calls(profile)]
+    if recompute == "selective":
+        is_repeated = partial(_is_in_blocks, profile.blocks)
+        calls += [(call, "backward") for call, phase in calls if phase == "forward" and is_repeated(call)]
+    return calls
+
+
+def _is_in_blocks(blocks: Sequence[str], call: AttentionCall) -> bool:
+    return any(is_inside(call.operator.layer, block) for block in blocks)
+
+
 def key_value_messages(profile: ModelProfile, plan: Plan, batch: float) -> list[TensorMessage]:
     """The messages along the context axis in one microbatch. `profile` is that of the rank's stages, and `batch` the
     number of samples whose compute the rank has. Sizes that the ranks do not divide are stated as if they did."""
     ranks, is_ring = plan.axes.context, plan.modules.attention_exchange == "ring"
     share = _key_value_share(profile.structure)
     messages: list[TensorMessage] = []
-    for segment in profile.segments:
-        for operator in segment.operators:
-            if operator.kind != "attention":
-                continue
-            size, gradients = key_value_bytes(operator, batch, share)
-            times, forward = segment.block_count, segment.phase == "forward"
-            if is_ring:
-                messages.append(TensorMessage("point_to_point", size, (ranks - 1) * times, forward))
-            else:  # keys and values are gathered by themselves
-                messages.append(TensorMessage("all_gather", ranks * size / 2, 2 * times, forward))
-            if operator.computes_gradient and is_ring:
-                messages.append(TensorMessage("point_to_point", gradients, (ranks - 1) * times, forward))
-            elif operator.computes_gradient:
-                messages.append(TensorMessage("reduce_scatter", ranks * gradients / 2, 2 * times, forward))
+    for call, phase in _exchanging_calls(profile, plan.memory.recompute):
+        operator = call.operator
+        size, gradients = key_value_bytes(operator, batch, share)
+        times, forward = call.segment.block_count, phase == "forward"
+        if call.mask_bytes is not None:
+            messages.append(TensorMessage("all_gather", call.mask_bytes.at(ranks * batch), times, forward))
+        if is_ring:
+            messages.append(TensorMessage("point_to_point", size, (ranks - 1) * times, forward))
+        else:  # keys and values are gathered by themselves
+            messages.append(TensorMessage("all_gather", ranks * size / 2, 2 * times, forward))
+        if operator.computes_gradient and is_ring:
+            messages.append(TensorMessage("point_to_point", gradients, (ranks - 1) * times, forward))
+        elif operator.computes_gradient:
+            messages.append(TensorMessage("reduce_scatter", ranks * gradients / 2, 2 * times, forward))
     return messages
 
 
@@ -122,13 +143,12 @@ def attention_exchange_s(
     stage, and `batch` the number of samples whose compute the rank has."""
     tf32 = profile.precision == "tf32"
     seconds = 0.0
-    for segment in profile.segments:
-        if segment.phase != phase:
-            continue
-        for operator in segment.operators:
-            if operator.kind == "attention":
-                busy_s = operator_s(operator, batch, speeds, phase == "backward", tf32)
-                seconds += segment.block_count * _call_s(operator, batch, busy_s, exchange, cluster)
+    for call, pass_of_exchange in _exchanging_calls(profile, exchange.recompute):
+        if pass_of_exchange == phase:
+            busy_s = operator_s(call.operator, batch, speeds, phase == "backward", tf32)
+            mask_bytes = call.mask_bytes.at(exchange.ranks * batch) if call.mask_bytes else 0.0
+            mask_s = collective_s("all_gather", mask_bytes, exchange.group, cluster) if mask_bytes else 0.0
+            seconds += call.segment.block_count * (mask_s + _call_s(call.operator, batch, busy_s, exchange, cluster))
     return seconds
 
 
@@ -152,19 +172,24 @@ def rank_memory_profile(profile: ModelProfile, plan: Plan) -> ModelProfile:
     masks, of which a rank saves the rows of its own tokens. Attention also allocates what it exchanges."""
     if plan.axes.context == 1:
         return profile
-    share = _key_value_share(profile.structure)
-    segments = tuple(replace(s, changes=_changes_with_exchange(s, plan, share)) for s in profile.segments)
-    return replace(profile, segments=segments)
+    share, calls = _key_value_share(profile.structure), attention_calls(profile)
+    segments = []
+    for segment in profile.segments:
+        calls_of_segment = [call for call in calls if call.segment is segment]
+        segments.append(replace(segment, changes=_changes_with_exchange(segment, calls_of_segment, plan, share)))
+    return replace(profile, segments=tuple(segments))
 
 
-def _changes_with_exchange(segment: TraceSegment, plan: Plan, share: float) -> tuple[MemoryChange, ...]:
-    """The changes of the segment, with what attention allocates before it returns its results."""
+def _changes_with_exchange(
+    segment: TraceSegment, calls: Sequence[AttentionCall], plan: Plan, share: float
+) -> tuple[MemoryChange, ...]:
+    """The changes of the segment, with what each call of attention allocates before it returns its results."""
     ordered = [(change.after_operators, 0, _divided_table(change, plan)) for change in segment.changes]
-    for number, operator in enumerate(segment.operators, 1):
-        if operator.kind == "attention":
-            size = _exchange_bytes(operator, plan, share)
-            exchange = MemoryChange(number, size, "temporary", operator.layer, split=operator.split)
-            ordered += [(number, -2, exchange), (number, -1, replace(exchange, bytes=size.scaled(-1.0)))]
+    for call in calls:
+        number, operator = call.operators_before, call.operator
+        size = _exchange_bytes(operator, plan, share)
+        exchange = MemoryChange(number, size, "temporary", operator.layer, split=operator.split)
+        ordered += [(number, -2, exchange), (number, -1, replace(exchange, bytes=size.scaled(-1.0)))]
     return tuple(change for _, _, change in sorted(ordered, key=lambda item: item[:2]))
 
 
