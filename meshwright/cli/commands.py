@@ -224,6 +224,9 @@ def prove(
         str, typer.Option(metavar="fp64|fp32|plan", help="The precision of the comparison; plan: the plan's precision.")
     ] = "fp64",
     dropout: Annotated[bool, typer.Option("--dropout", help="Do not switch dropout off.")] = False,
+    start: Annotated[
+        str, typer.Option(metavar="job|random", help="random: start from drawn weights, which hide fewer faults.")
+    ] = "job",
     against: Annotated[
         tuple[Path, Path] | None,
         typer.Option(metavar="RUN_A RUN_B", help="Compare two recorded runs of one job; RUN_A counts as correct."),
@@ -248,6 +251,8 @@ def prove(
         raise InputError("prove needs a JOB, or two recorded runs: --against RUN_A RUN_B")
     if job is None and settings:
         raise InputError(f"--set {settings[0]}: with --against, give the JOB whose field it sets")
+    if against is not None and start != "job":
+        raise InputError(f"--start {start}: the runs of --against have started from weights of their own, leave it out")
     for file, option in ((output, "--output"), (html, "--html")):
         if file:
             check_output(file, option)
@@ -272,7 +277,8 @@ def prove(
             parts = JobParts(loaded_job)
             if proof_plan == "auto":
                 proof_plan = plan_of_job(parts, find_cluster(loaded_job.cluster), "auto").plan
-            proof = run(loaded_job, proof_plan, ranks=ranks, steps=steps, dtype=dtype, dropout=dropout, parts=parts)
+            options: dict[str, Any] = {"ranks": ranks, "steps": steps, "dtype": dtype, "dropout": dropout}
+            proof = run(loaded_job, proof_plan, **options, start=start, parts=parts)
         folder, name = Path(loaded_job.output), loaded_job.name
     from meshwright.proof.proof import save_proof, write_proof
 

@@ -11,7 +11,15 @@ from torch import Tensor
 from meshwright.proof.causes.diagnose import diagnose
 from meshwright.proof.causes.evidence import Evidence, ExpectedStep
 from meshwright.proof.compare.errors import layer_scales, weight_drift
-from meshwright.proof.compare.step_comparator import clip_factor
+from meshwright.proof.compare.measured_rounding import MeasuredRounding
+from meshwright.proof.compare.row_scales import (
+    RoundingErrors,
+    buffer_scales,
+    gradient_scales,
+    largest_changes,
+    weight_scales,
+)
+from meshwright.proof.compare.step_comparator import Scales, clip_factor
 from meshwright.proof.compare.tolerance import PerturbedTraining, SumTolerance, count_reductions
 from meshwright.proof.proof import Proof
 from meshwright.proof.reference.experiments import Experiments
@@ -57,9 +65,11 @@ class _ExactComparison(ReferenceComparison[Reference]):
         reference = Reference(setup, request, grouping, device)
         super().__init__(request, setup, reference, describe_grouping(grouping, request.plan, batch_statistics))
         self.perturbed = PerturbedTraining(build_setup(request), device)
+        self.rounding = MeasuredRounding(request, grouping, device)
         self.sum_tolerance: SumTolerance | None = None
         self.drift = 0.0
         self.adopted_elements = 0
+        self.changes: dict[str, float] = {}  # the sum over steps of each weight's largest change
         self.before: Tensors = {}  # the state that the step starts from
         self.evidence: Evidence | None = None
 
@@ -70,6 +80,11 @@ class _ExactComparison(ReferenceComparison[Reference]):
                 break
         if self.reference.lifted_casts:
             self.notes.append("the model converts values to fp32 itself; for the comparison it converts them to fp64")
+        if self.rounding.failure:
+            self.notes.append(
+                "rounding was not measured, because the model does not run in a second precision"
+                f" ({self.rounding.failure}): errors are relative to the largest value of a layer, not of a row"
+            )
         if self.adopted_elements:
             self.notes.append(
                 f"{self.adopted_elements:,} times a weight that rounding alone decides was taken over from the plan"
@@ -92,12 +107,15 @@ class _ExactComparison(ReferenceComparison[Reference]):
         tolerance = self.sum_tolerance.with_drift(self.drift)
         comparator.raise_tolerance(tolerance)
         if start:
-            comparator.compare_states(0, start, before, {})
+            comparator.compare_states(0, start, before, {}, self._state_scales(0, before, before, None))
         if not math.isfinite(float(loss)):
             self.notes.append(f"the loss of step {step} is {float(loss)} on one device, too")
         comparator.compare_loss(step, recorded, loss)
         gradients = reference.gradients()
-        scales = comparator.compare_gradients(step, recorded, gradients)
+        computed_buffers, _ = comparator.divide_state(self.reference_state())
+        errors = self.rounding.measure(batch, before, gradients, computed_buffers)
+        scales = gradient_scales(gradients, errors, self.sum_tolerance, self.drift)
+        comparator.compare_gradients(step, recorded, gradients, scales)
         norm = reference.clip()
         comparator.compare_norm(step, recorded, norm)
         factor = clip_factor(norm, reference.setup.clip_norm)
@@ -108,15 +126,29 @@ class _ExactComparison(ReferenceComparison[Reference]):
         self.perturbed.update(batch.last_of_epoch)
         after = self.reference_state()
         weight_bounds = self.perturbed.weight_bounds(reference.model)
-        comparator.compare_states(step, recorded, after, weight_bounds)
+        state_scales = self._state_scales(step, before, after, errors)
+        comparator.compare_states(step, recorded, after, weight_bounds, state_scales)
         if self.differs:
-            expected = ExpectedStep(loss.cpu(), norm.cpu(), gradients, before, after)
+            expected = ExpectedStep(loss.cpu(), norm.cpu(), gradients, before, after, scales)
             self.evidence = self._collect_evidence(step, recorded, expected)
             return
         self._adopt_rounded_weights(recorded.state, after, weight_bounds)
         self.before = after = self.reference_state()
         weights = {name: value for name, value in after.items() if name in comparator.weights}
         self.drift = weight_drift(recorded.state, weights)
+
+    def _state_scales(self, step: int, before: Tensors, after: Tensors, errors: RoundingErrors | None) -> Scales:
+        """Returns what the errors of buffers and weights after a step are divided by. Step 0 stands for those before
+        the first step."""
+        assert self.sum_tolerance is not None
+        buffers, weights = self.comparator.divide_state(after)
+        for name, change in largest_changes(before, weights).items():
+            self.changes[name] = self.changes.get(name, 0.0) + change
+        tolerance, eps = self.comparator.comparison.tolerance, torch.finfo(self.sum_tolerance.dtype).eps
+        return {
+            **buffer_scales(buffers, errors, self.sum_tolerance, self.drift),
+            **weight_scales(before, weights, self.changes, step, tolerance, eps),
+        }
 
     def _collect_evidence(self, step: int, recorded: RecordedStep, expected: ExpectedStep) -> Evidence:
         comparison, setup = self.comparator.comparison, self.reference.setup

@@ -11,6 +11,8 @@ def comparison_notes(request: ProofRequest, setup: ReferenceSetup, grouping_note
     plan = request.plan
     if plan.world_size == 1:
         notes.append("one rank: nothing that ranks do together was compared")
+    if request.start == "random":
+        notes.append("both sides started from weights that were drawn for the comparison, not from those of the job")
     if plan.numerics.precision != "fp32" and not request.in_plan_precision:
         notes.append(f"compared in {request.dtype}: the plan's {plan.numerics.precision} is left out")
     changed = [name for name, value in COMPARED_GRADIENT_OPTIONS.items() if getattr(plan.gradients, name) != value]

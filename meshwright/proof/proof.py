@@ -18,7 +18,8 @@ class Proof:
     `plan` is the plan that ran, on `ranks` ranks. If it is a shrunk version of the user's plan, `shrunk` is a sentence
     that says how its axes were changed; otherwise None. `tolerance_is` is the formula of the tolerance with its
     numbers, as text. `against` is the folder of the run that was taken as right, or None if the one-device reference
-    was. `values` are all values that were compared, in the order in which they were.
+    was. `values` are all values that were compared, in the order in which they were. `start` says which weights both
+    sides started from: those of the `job` (or of the user's model), or `random` ones.
     """
 
     plan: Plan
@@ -32,6 +33,7 @@ class Proof:
     shrunk: str | None = None
     against: str | None = None
     values: tuple[ComparedValue, ...] = ()
+    start: str = "job"
 
     @property
     def equal(self) -> bool:
@@ -74,6 +76,7 @@ class Proof:
             "equal": self.equal,
             "ranks": self.ranks,
             "steps": self.steps,
+            "start": self.start,
             "checked": self.checked,
             "max_relative_error": finite_or_none(self.max_relative_error),
             "tolerance": self.tolerance,

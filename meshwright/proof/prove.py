@@ -24,7 +24,7 @@ from meshwright.proof.proof import Proof
 from meshwright.proof.record.rank import REQUEST_FILE
 from meshwright.proof.record.record import record
 from meshwright.proof.record.request_file import check_main_guard, write_request
-from meshwright.proof.request import COMPARISON_DTYPES, ProofRequest
+from meshwright.proof.request import COMPARISON_DTYPES, STARTS, ProofRequest
 from meshwright.proof.rounded_comparison import compare_rounded, with_exact_cause
 from meshwright.proof.shrink import shrink
 from meshwright.train.check import check_job
@@ -51,6 +51,7 @@ def prove(
     steps: int = 3,
     dtype: str = "fp64",
     dropout: bool = False,
+    start: str = "job",
     device: str | None = None,
     prepare_session: Callable[[Session], None] | None = None,
     parts: JobParts | None = None,
@@ -58,8 +59,8 @@ def prove(
     """Compares a job's training under a plan with its training on one device.
 
     `ranks` is the largest number of ranks to start; a plan for more ranks is shrunk. `device` is cpu or cuda; None
-    chooses. `prepare_session` is explained in `ProofRequest`. `parts` are the job's parts if planning the job has
-    already built them; their memory is released before the ranks start.
+    chooses. `start` and `prepare_session` are explained in `ProofRequest`. `parts` are the job's parts if planning the
+    job has already built them; their memory is released before the ranks start.
     """
     parts = parts or JobParts(job)
     available = available_ranks(plan, ranks, device)
@@ -68,7 +69,7 @@ def prove(
     with phase("checking the job and the plan"):
         check_job(job, smaller, cluster.with_device_count(available.count), parts)
     parts.release()
-    request = ProofRequest(job, smaller, steps, dtype, dropout, prepare_session)
+    request = ProofRequest(job, smaller, steps, dtype, dropout, prepare_session, start)
     with work_folder(Path(job.output)) as folder:
         return replace(prove_in_new_ranks(request, available.device, folder), shrunk=shrunk)
 
@@ -164,6 +165,8 @@ def check_request(request: ProofRequest) -> None:
         )
     if request.dtype not in COMPARISON_DTYPES:
         raise InputError(f"cannot compare in {request.dtype}: choose {' or '.join(COMPARISON_DTYPES)}")
+    if request.start not in STARTS:
+        raise InputError(f"cannot start from {request.start}: choose {' or '.join(STARTS)}")
 
 
 @contextmanager

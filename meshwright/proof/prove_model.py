@@ -40,13 +40,15 @@ def prove(
     ranks: int | None = None,
     dtype: str = "fp64",
     dropout: bool = False,
+    start: str = "job",
     device: str | None = None,
     output: str | Path | None = None,
     prepare_session: Callable[[Session], None] | None = None,
     timeout_s: float = 600,
 ) -> Proof:
     """Compares a model's training under a plan with its training on one device. Both start from the weights that the
-    model has. The model is not changed. The optimizer is only a template, and is not changed either.
+    model has; with `start="random"`, from others that are drawn so that no part of the model is negligible. The model
+    is not changed. The optimizer is only a template, and is not changed either.
 
     Global batches come from `dataset`, or are made of the samples in `sample_batch` if `dataset` is None. Model,
     optimizer, loss and data are pickled for the ranks, so a script must call this function below `if __name__ ==
@@ -83,7 +85,7 @@ def prove(
         target=target,
         timeout_s=timeout_s,
     )
-    request = ProofRequest(user_model, smaller, steps, dtype, dropout, prepare_session)
+    request = ProofRequest(user_model, smaller, steps, dtype, dropout, prepare_session, start)
     with work_folder(Path(output) if output else None) as folder:
         proof = replace(prove_in_new_ranks(request, available.device, folder), shrunk=shrunk)
     if output:

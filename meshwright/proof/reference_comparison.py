@@ -55,4 +55,5 @@ class ReferenceComparison(Generic[ReferenceType]):
             tolerance_is=tolerance_is,
             notes=tuple(self.notes),
             values=tuple(self.comparator.values),
+            start=self.request.start,
         )

@@ -15,6 +15,8 @@ from meshwright.train.session import MakeSchedule, Session
 # The dtype of the weights, by the precision of the comparison. `plan` is a comparison in the plan's own precision, in
 # which weights are fp32 and products are rounded as the plan says.
 COMPARISON_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "plan": torch.float32}
+# The weights that both sides start from: those of the job or model, or others that are drawn (`random_start.py`).
+STARTS = ("job", "random")
 # Values of `plan.gradients` that every comparison uses. They switch off low-rank compression and local steps, because
 # with these a plan trains differently from one device by design.
 COMPARED_GRADIENT_OPTIONS = {"powersgd_rank": 0, "local_steps": 1}
@@ -44,7 +46,7 @@ class ProofRequest:
 
     `plan` fits on the ranks that will run it. `dtype` is a key of `COMPARISON_DTYPES`. With `dropout`, dropout stays
     on. Every rank calls `prepare_session` with its session before the first step, so that a test can break the training
-    on purpose; the function must be picklable.
+    on purpose; the function must be picklable. `start` is one of `STARTS`.
     """
 
     subject: Job | UserModel
@@ -53,6 +55,7 @@ class ProofRequest:
     dtype: str = "fp64"
     dropout: bool = False
     prepare_session: Callable[[Session], None] | None = None
+    start: str = "job"
 
     @property
     def in_plan_precision(self) -> bool:

@@ -22,7 +22,7 @@ from meshwright.job import Job, load_plan
 from meshwright.plan import Plan
 from meshwright.proof.causes.diagnose import diagnose
 from meshwright.proof.causes.evidence import Evidence, ExpectedStep
-from meshwright.proof.compare.errors import weight_drift
+from meshwright.proof.compare.errors import SMALLEST_SCALE, layer_scales, weight_drift
 from meshwright.proof.compare.step_comparator import StepComparator, clip_factor, global_norm
 from meshwright.proof.compare.tolerance import LAMBDA, PerturbedTraining, SumTolerance, count_reductions
 from meshwright.proof.proof import Proof
@@ -166,7 +166,8 @@ class _RunComparison:
         tolerance = self.tolerance.with_drift(self.drift)
         comparator.raise_tolerance(tolerance)
         comparator.compare_loss(step, recorded, expected.loss)
-        scales = comparator.compare_gradients(step, recorded, expected.gradients)
+        scales = layer_scales(expected.gradients, SMALLEST_SCALE)
+        comparator.compare_gradients(step, recorded, expected.gradients, scales)
         norm = global_norm(expected.gradients.values()) if expected.norm is None else expected.norm
         comparator.compare_norm(step, recorded, norm)
         perturbations = {name: tolerance * scale for name, scale in scales.items()}

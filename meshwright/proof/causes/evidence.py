@@ -1,5 +1,6 @@
 """`Evidence`: what is known of the step that differs, and how well a hypothesis explains the difference."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from meshwright.plan import Plan
 from meshwright.proof.compare.errors import SMALLEST_SCALE, Difference, layer_scales, scaled_error
+from meshwright.proof.compare.row_scales import slice_scales
 from meshwright.proof.reference.experiments import Experiments, add_scaled
 from meshwright.train.output.observation import RankObservation
 from meshwright.train.output.record_file import RecordedStep
@@ -52,13 +54,15 @@ class Verdict:
 
 @dataclass(frozen=True)
 class ExpectedStep:
-    """The step as it should have been. `before` and `after` are the weights and buffers before and after the step."""
+    """The step as it should have been. `before` and `after` are the weights and buffers before and after the step.
+    `scales` holds, by name, what the errors of gradients were divided by; if it is None, the scales of layers."""
 
     loss: Tensor
     norm: Tensor
     gradients: Tensors
     before: Tensors
     after: Tensors
+    scales: Mapping[str, float | Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -85,9 +89,14 @@ class Evidence:
     # ---- gradients
 
     @cached_property
-    def scales(self) -> dict[str, float]:
-        """The number that each gradient's error is divided by, by name."""
+    def layer_scales(self) -> dict[str, float]:
+        """The scale of each gradient's layer, by name."""
         return layer_scales(self.expected.gradients, SMALLEST_SCALE)
+
+    @cached_property
+    def scales(self) -> Mapping[str, float | Tensor]:
+        """The number that each gradient's error is divided by, or the number for each of its elements, by name."""
+        return self.layer_scales if self.expected.scales is None else self.expected.scales
 
     def gradients_on(self, rank: int) -> Tensors:
         """Returns the gradients that this rank had, by name."""
@@ -123,9 +132,22 @@ class Evidence:
     def gradient_error(self, gradients: Mapping[str, Tensor], candidate: Mapping[str, Tensor], name: str) -> float:
         """Returns the error that `gradients[name]` would have if the candidate's gradient were the right one."""
         right = candidate.get(name)
-        largest = 0.0 if right is None or not right.numel() else float(right.abs().max())
-        scale = max(self.scales.get(name, 0.0), largest)
-        return scaled_error(gradients.get(name), right, scale or min(self.scales.values(), default=1.0) or 1.0)
+        scale = torch.as_tensor(self._candidate_scale(name, right), dtype=torch.float64)
+        smallest = min(self.layer_scales.values(), default=1.0) or 1.0
+        return scaled_error(gradients.get(name), right, torch.where(scale > 0, scale, smallest))
+
+    def _candidate_scale(self, name: str, candidate: Tensor | None) -> float | Tensor:
+        """Returns what the error of a gradient is divided by if the candidate is the right one. Rounding errors grow
+        with the size of the terms: if the candidate is larger than the expected gradient, so is the scale."""
+        scale, layer = self.scales.get(name, 0.0), self.layer_scales.get(name, 0.0)
+        if candidate is None or not candidate.numel():
+            return scale
+        largest = float(candidate.abs().max())
+        if not isinstance(scale, Tensor) or scale.shape != candidate.shape:
+            return max(layer, largest)
+        expected = float(self.expected.gradients[name].abs().max())
+        growth = max(1.0, largest / expected) if expected else math.inf
+        return (scale * growth).maximum(slice_scales(candidate)).clamp(max=max(layer, largest))
 
     def misfit(
         self, candidate: Mapping[str, Tensor], names: Iterable[str] | None = None, gradients: Tensors | None = None
@@ -136,6 +158,15 @@ class Evidence:
         compared = self.gradients if gradients is None else gradients
         names = {*compared, *candidate} if names is None else names
         return max((self.gradient_error(compared, candidate, name) for name in names), default=0.0)
+
+    @property
+    def largest_layer_error(self) -> float:
+        """The largest error of a gradient, relative to the largest value of its layer."""
+        expected, smallest = self.expected.gradients, min(self.layer_scales.values(), default=1.0) or 1.0
+        return max(
+            scaled_error(self.gradients.get(name), expected.get(name), self.layer_scales.get(name, 0.0) or smallest)
+            for name in {*self.gradients, *expected}
+        )
 
     def fits(self, misfit: float) -> bool:
         """Whether an error is small enough to be due to rounding."""

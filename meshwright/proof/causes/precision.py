@@ -4,6 +4,7 @@ comparison."""
 from collections.abc import Sequence
 
 from meshwright.proof.causes.evidence import Evidence, Tensors, Verdict, join_names
+from meshwright.proof.compare.errors import layer_scales, scaled_error
 from meshwright.train.output.observation import MANTISSA_BITS, mantissa_bits
 
 _MOST_ROUNDINGS = 1000  # a difference larger than so many roundings has another cause
@@ -18,12 +19,13 @@ def low_precision(evidence: Evidence) -> Verdict | None:
     first = evidence.difference
     if first.step and first.what in ("weight", "buffer"):
         state = {**evidence.recorded.state, **evidence.recorded.differing_states.get(first.rank, {})}
-        names = [first.parameter or ""]
-        return _in_tensors(evidence, names, state, evidence.expected.after, first.error, "values")
+        name, after = first.parameter or "", evidence.expected.after
+        error = scaled_error(state.get(name), after.get(name), layer_scales(after).get(name, 0.0))
+        return _in_tensors(evidence, [name], state, after, error, "values")
     if not evidence.gradients_differ:
         return None
     expected = evidence.expected.gradients
-    residual = evidence.misfit(expected)
+    residual = evidence.largest_layer_error
     return (
         _in_layer(evidence, residual)
         or _in_tensors(evidence, evidence.differing_names, evidence.gradients, expected, residual, "gradients")

@@ -2,7 +2,7 @@
 them."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from meshwright.proof.compare.errors import (
 from meshwright.train.output.record_file import RecordedStep
 
 Tensors = dict[str, Tensor]
+Scales = Mapping[str, float | Tensor]
 
 
 class StepComparator:
@@ -39,12 +40,12 @@ class StepComparator:
         for rank, loss in losses_by_rank(recorded):
             self.add(step, "loss", None, scaled_error(loss, expected.cpu(), self._largest_loss), rank)
 
-    def compare_gradients(self, step: int, recorded: RecordedStep, expected: Tensors) -> dict[str, float]:
+    def compare_gradients(self, step: int, recorded: RecordedStep, expected: Tensors, scales: Scales) -> None:
         """Compares the gradients in the order in which backward computes them, from the last layer to the first.
-        Therefore the first difference is where an error begins. Returns, by name, the scale that each gradient's error
-        was divided by."""
-        scales = layer_scales(expected, SMALLEST_SCALE)
-        smallest = min(scales.values(), default=0.0)  # the scale of gradients that the reference does not have
+        Therefore the first difference is where an error begins. `scales` holds, by name, what each gradient's error is
+        divided by."""
+        # the scale of gradients that the reference does not have
+        smallest = min(layer_scales(expected, SMALLEST_SCALE).values(), default=0.0)
         for name in reversed(self.parameters):
             error = scaled_error(recorded.gradients.get(name), expected.get(name), scales.get(name, smallest))
             self.add(step, "gradient", name, error)
@@ -52,34 +53,37 @@ class StepComparator:
             for name in reversed([name for name in self.parameters if name in gradients]):
                 error = scaled_error(gradients[name], expected.get(name), scales.get(name, smallest))
                 self.add(step, "gradient", name, error, rank)
-        return scales
 
     def compare_norm(self, step: int, recorded: RecordedStep, expected: Tensor) -> None:
         norm = global_norm(recorded.gradients.values()) if recorded.norm is None else recorded.norm
         self.add(step, "gradient norm", None, scaled_error(norm, expected.cpu(), float(expected)))
 
-    def compare_states(self, step: int, recorded: RecordedStep, expected: Tensors, weight_bounds: Tensors) -> None:
+    def compare_states(
+        self, step: int, recorded: RecordedStep, expected: Tensors, weight_bounds: Tensors, scales: Scales | None = None
+    ) -> None:
         """Compares buffers and weights after a step. Step 0 stands for those before the first step. `weight_bounds`
         holds, by name, how far each element of a weight may differ; it counts where it is larger than what the
-        tolerance allows."""
-        self._compare_state(step, recorded.state, expected, weight_bounds, 0)
-        for rank, state in recorded.differing_states.items():
-            expected_on_rank = {name: value for name, value in expected.items() if name in state}
-            self._compare_state(step, state, expected_on_rank, weight_bounds, rank)
+        tolerance allows. `scales` holds, by name, what errors are divided by: without it, the scales of layers."""
+        buffers, weights = self.divide_state(expected)
+        scales = scales or {**layer_scales(buffers), **layer_scales(weights)}
+        for rank, state in ((0, recorded.state), *recorded.differing_states.items()):
+            names = expected.keys() if rank == 0 else expected.keys() & state.keys()
+            # Buffers come first, because they were updated before the optimizer step.
+            for name in (name for name in buffers if name in names):
+                self.add(step, "buffer", name, _error_or_missing(state, name, buffers[name], scales[name]), rank)
+            for name in (name for name in weights if name in names):
+                scale = scales[name]
+                if name in weight_bounds:
+                    bound = weight_bounds[name].double() / self.comparison.tolerance
+                    scale = torch.maximum(bound, torch.as_tensor(scale, dtype=torch.float64))
+                error = _error_or_missing(state, name, weights[name], scale)
+                self.add(step, "weight" if step else "initial weight", name, error, rank)
 
-    def _compare_state(self, step: int, state: Tensors, expected: Tensors, weight_bounds: Tensors, rank: int) -> None:
-        """Compares one rank's buffers and weights. Buffers come first, because they were updated before the optimizer
-        step."""
-        buffers = {name: value for name, value in expected.items() if name not in self.weights}
-        weights = {name: value for name, value in expected.items() if name in self.weights}
-        for name, scale in layer_scales(buffers).items():
-            self.add(step, "buffer", name, _error_or_missing(state, name, buffers[name], scale), rank)
-        for name, scale in layer_scales(weights).items():
-            element_scale: float | Tensor = scale
-            if name in weight_bounds:
-                element_scale = (weight_bounds[name].double() / self.comparison.tolerance).clamp(min=scale)
-            error = _error_or_missing(state, name, weights[name], element_scale)
-            self.add(step, "weight" if step else "initial weight", name, error, rank)
+    def divide_state(self, state: Tensors) -> tuple[Tensors, Tensors]:
+        """Returns the buffers and the weights of a state dict."""
+        buffers = {name: value for name, value in state.items() if name not in self.weights}
+        weights = {name: value for name, value in state.items() if name in self.weights}
+        return buffers, weights
 
     def add(self, step: int, what: ComparedKind, parameter: str | None, error: float, rank: int = 0) -> None:
         """Adds the error of one value to the comparison."""

@@ -107,9 +107,9 @@ class PerturbedTraining(PlainTraining):
     each moved towards zero by the tolerance."""
 
     @torch.no_grad()
-    def take_perturbed_gradients(self, model: nn.Module, perturbations: Mapping[str, float]) -> None:
-        """Copies the gradients of `model`, each moved towards zero by the number that `perturbations` has under its
-        name."""
+    def take_perturbed_gradients(self, model: nn.Module, perturbations: Mapping[str, float | Tensor]) -> None:
+        """Copies the gradients of `model`, each moved towards zero by the number, or the number for each element, that
+        `perturbations` has under its name."""
         parameters = dict(self.model.named_parameters())
         for name, parameter in model.named_parameters():
             gradient = parameter.grad
@@ -135,12 +135,15 @@ class PerturbedTraining(PlainTraining):
         return {name: _BOTH_DIRECTIONS * (perturbed[name] - weight).abs().cpu() for name, weight in parameters}
 
 
-def _towards_zero(gradient: Tensor, distance: float) -> Tensor:
+def _towards_zero(gradient: Tensor, distance: float | Tensor) -> Tensor:
     """Returns the gradient with every element moved by `distance` in the direction of zero. Of a sparse gradient, only
     the stored rows are moved."""
+    if isinstance(distance, Tensor):
+        distance = distance.to(gradient.device)
     if gradient.layout != torch.strided:
         rows = gradient.coalesce()
-        moved = _towards_zero(rows.values(), distance)
+        stored = distance[tuple(rows.indices())] if isinstance(distance, Tensor) else distance
+        moved = _towards_zero(rows.values(), stored)
         return torch.sparse_coo_tensor(rows.indices(), moved, rows.shape, is_coalesced=True, check_invariants=False)
-    direction = torch.where(gradient < 0, -1.0, 1.0).to(gradient.dtype)
-    return gradient - direction * distance
+    direction = torch.where(gradient == 0, 1.0, gradient.sgn())
+    return gradient - (direction * distance).to(gradient.dtype)

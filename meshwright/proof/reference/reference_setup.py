@@ -1,7 +1,7 @@
 """`ReferenceSetup`: the model, loss, optimizer and data of a proof request, built in the precision of the comparison.
 
 Every rank and the reference build their own setup. All of them have the same initial weights: those of a job are a
-function of (seed, parameter name), and a user's model is copied with its weights.
+function of (seed, parameter name), and so are those of `start: random`; a user's model is copied with its weights.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,6 +21,7 @@ from meshwright.data.loading import Batch, LoadingOptions, SampleShare, is_strea
 from meshwright.job import Job
 from meshwright.proof.reference.dropout import disable_dropout
 from meshwright.proof.reference.eager_experts import use_eager_experts
+from meshwright.proof.reference.random_start import redraw_weights
 from meshwright.proof.request import COMPARISON_DTYPES, ProofRequest, UserModel
 from meshwright.proof.torch_private import apply_to_tensors, tree_map
 from meshwright.train.build import build_data, build_initialized_model, build_loading, frozen_modules, schedule_unit
@@ -71,7 +72,7 @@ class ReferenceSetup:
         """Returns a batch of two samples, for plans that trace the model before they split or cut it."""
         samples = islice(self.data, 2) if is_stream(self.data) else [self.data[0]] * 2
         data = (self.loading.collate or default_collate)(list(samples))
-        return tree_map(lambda value: _cast(value, self.dtype) if isinstance(value, Tensor) else value, data)
+        return data_in_dtype(data, self.dtype)
 
     def batches(self, share: SampleShare, microbatches: int) -> Iterator[Batch]:
         """Yields the batches that one data rank receives, in the precision of the comparison."""
@@ -93,6 +94,8 @@ def build_setup(request: ProofRequest) -> ReferenceSetup:
     subject = request.subject
     setup = _setup_from_job(subject, request) if isinstance(subject, Job) else _setup_from_user_model(subject, request)
     dtype = COMPARISON_DTYPES[request.dtype]
+    if request.start == "random":
+        redraw_weights(setup.model, setup.seed)
     apply_to_tensors(setup.model, lambda tensor: _cast(tensor, dtype))
     disabled_dropouts = 0 if request.dropout else disable_dropout(setup.model)
     if setup.loading.partition == "sample":  # one device reads the same parts as the ranks, in the same order
@@ -109,12 +112,15 @@ def build_setup(request: ProofRequest) -> ReferenceSetup:
 
 def batch_in_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
     """The batch with its floating-point tensors converted to the dtype."""
+    microbatches = (
+        replace(microbatch, data=data_in_dtype(microbatch.data, dtype)) for microbatch in batch.microbatches
+    )
+    return replace(batch, microbatches=tuple(microbatches))
 
-    def cast(value: Any) -> Any:
-        return _cast(value, dtype) if isinstance(value, Tensor) else value
 
-    microbatches = tuple(replace(microbatch, data=tree_map(cast, microbatch.data)) for microbatch in batch.microbatches)
-    return replace(batch, microbatches=microbatches)
+def data_in_dtype(data: Any, dtype: torch.dtype) -> Any:
+    """Returns the data of a batch with its floating-point tensors converted to the dtype."""
+    return tree_map(lambda value: _cast(value, dtype) if isinstance(value, Tensor) else value, data)
 
 
 @contextmanager
