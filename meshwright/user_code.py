@@ -63,6 +63,31 @@ def user_position(error: BaseException) -> tuple[str, int] | None:
     return None
 
 
+def running_line() -> str:
+    """Returns the line that runs now, as `FILE, line N`: the innermost one of the user's code, or, if none of it runs,
+    the innermost one outside of torch and meshwright, such as that of a library's model."""
+    in_library = ""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_user_file(file):
+            return f"{file}, line {frame.f_lineno}"
+        if not in_library and not _is_machinery(file):
+            in_library = f"{file}, line {frame.f_lineno}"
+        frame = frame.f_back
+    return in_library or "the model's code"
+
+
+def _is_machinery(file: str) -> bool:
+    """Whether a file belongs to meshwright, to torch or to Python itself."""
+    path, torch = Path(file), sys.modules.get("torch")
+    if path.is_relative_to(_LIBRARY_FOLDERS[0]) or file.startswith("<"):
+        return True
+    if torch is not None and path.is_relative_to(Path(str(torch.__file__)).parent):
+        return True
+    return path.is_relative_to(_INSTALLED[0]) and "site-packages" not in path.parts
+
+
 def is_user_file(file: str) -> bool:
     """Whether a file of a traceback is the user's, and not one of meshwright, of Python or of an installed library. A
     library may also be in a folder that a `.pth` file or `PYTHONPATH` names."""

@@ -50,6 +50,7 @@ from meshwright.parallel.replicate.gradient_averaging import gradient_averager
 from meshwright.parallel.replicate.local_steps import LocalSteps
 from meshwright.parallel.replicate.replicate import replicate
 from meshwright.parallel.shard import shard
+from meshwright.parallel.tensor.outside_dispatch import gather_for_custom_functions
 from meshwright.parallel.tensor.split_modules import split_modules
 from meshwright.parallel.weights.layout import ParameterLayout
 from meshwright.plan import Plan
@@ -115,6 +116,8 @@ def apply(
             divide_inputs(model, division)
         if plan.axes.expert == 1:  # experts that are divided over ranks get the tokens of the rank anyway
             compute_local_tokens(local.models)
+    if plan.axes.context > 1 or plan.axes.tensor > 1 or plan.modules.splits:
+        gather_for_custom_functions(local.module)
     if head:
         join_head_with_loss(head, plan.compute.loss_chunks, compiled=plan.compute.compile != "none")
     # Replace forward passes before DDP and FSDP2 register their hooks, which then run around the replaced passes.

@@ -15,6 +15,7 @@ __all__ = [
     "TorchDispatchMode",
     "answer_tensor_query",
     "backward_node_number",
+    "custom_function_name",
     "forward_node_number",
     "operator_arguments",
     "operator_name",
@@ -61,6 +62,12 @@ def backward_node_number() -> int | None:
     """Sequence number of the autograd node whose backward function runs now, or None if no backward function runs."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
+
+
+def custom_function_name(tensor: torch.Tensor) -> str:
+    """The name of the custom autograd function that has returned the tensor; empty if none has."""
+    node = tensor.grad_fn
+    return node.name().removesuffix("Backward") if isinstance(node, torch.autograd.function.BackwardCFunction) else ""
 
 
 def storage_address(storage: torch.UntypedStorage) -> int:

@@ -60,7 +60,7 @@ def stack_of(frame: FrameType | None) -> list[StackEntry]:
     """Returns the stack of a running thread, the innermost frame last."""
     entries: list[StackEntry] = []
     while frame is not None:
-        entries.append((frame, frame.f_lineno))
+        entries.append((frame, frame.f_lineno or 0))  # code that has just been entered has no line yet
         frame = frame.f_back
     return entries[::-1]
 

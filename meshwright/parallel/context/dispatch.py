@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.errors import InputError
 from meshwright.parallel.context.rules import RULES
 from meshwright.parallel.context.sequence_view import (
     SequenceSpec,
@@ -25,24 +24,26 @@ from meshwright.parallel.context.sequence_view import (
     is_sequence_view,
     local_part,
 )
-from meshwright.parallel.tensor.dispatch import METADATA, function_name, is_autograd_function, python_implementation
+from meshwright.parallel.tensor.dispatch import (
+    AUTOGRAD,
+    METADATA,
+    function_name,
+    prepare_views,
+    python_implementation,
+    wrap_results,
+)
 from meshwright.parallel.tensor.local_calls import LocalCall, derive_local_call, run_local_call
+from meshwright.parallel.tensor.outside_dispatch import AUTOGRAD_ENTRIES, call_autograd_function
 from meshwright.parallel.tensor.randomness import call_with_rank_seed
 from meshwright.parallel.tensor.shard_view import ShardView
+from meshwright.parallel.tensor.shared_memory import call_on_gathered, join_memory, note_writes, version
 from meshwright.parallel.torch_private import (
     DisableTorchFunction,
     DisableTorchFunctionSubclass,
     tree_flatten,
     tree_map,
-    tree_unflatten,
 )
 from meshwright.profile.structure.split_rules import CannotSplit
-
-_WRITING_OPERATORS = {
-    "__setitem__",
-    *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")),
-    *("__ilshift__", "__irshift__"),
-}
 
 
 def dispatch_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -51,15 +52,18 @@ def dispatch_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         # name of the other.
         func = getattr(func, "__wrapped__", func)
     name = function_name(func)
-    if name in METADATA:
+    if name in METADATA and func not in AUTOGRAD_ENTRIES:
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    if is_autograd_function(name):
-        return func(args[0].local_tensor, *args[1:], **kwargs)
+    if name in AUTOGRAD:
+        return call_autograd_function(func, name, args, kwargs)
+    prepare_views(func, name, args, kwargs)
     if name.startswith("new_"):  # `new_zeros` and the like take only the dtype and the device of the tensor
         return func(*_replace_views(args, _local_tensor), **kwargs)
     if name == "view_as" and args[0] is args[1]:  # called with gradients disabled, as in tensor/dispatch.py
-        return SequenceView(args[0].local_tensor, args[0].spec, tuple(args[0].shape))
+        view = SequenceView(args[0].local_tensor, args[0].spec, tuple(args[0].shape))
+        join_memory(args[0], view)
+        return view
     rule = RULES.get(func)
     if rule is not None and (result := rule(*args, **kwargs)) is not NotImplemented:
         return result
@@ -78,13 +82,7 @@ def _call_on_local_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         local_call = _cached_local_call(func, leaves, kept, tree)
         if local_call is not None:
             return _run(local_call, func, leaves, kept, tree)
-    if _writes_in_place(func, leaves):
-        raise InputError(
-            f"{function_name(func)} writes into a tensor that is divided over the {views[0].spec.group.size} ranks of"
-            " the context axis, in a way that cannot be divided: write the model without it, or set plan.axes.context"
-            " to 1"
-        )
-    return func(*_replace_views(args, gather), **_replace_views(kwargs, gather))
+    return call_on_gathered(func, args, kwargs, is_sequence_view)
 
 
 def _choices_of_views(views: list[SequenceView]) -> list[list[SequenceView]]:
@@ -129,7 +127,6 @@ def _cache_key(leaf: Any, is_kept: bool) -> Any:
 
 def _run(local_call: LocalCall, func: Any, leaves: list[Any], kept: list[SequenceView], tree: Any) -> Any:
     kept_ids = {id(view) for view in kept}
-    group = kept[0].spec.group
     local_leaves = []
     for position, leaf in enumerate(leaves):
         sliced = local_call.sliced_arguments.get(position)
@@ -145,25 +142,11 @@ def _run(local_call: LocalCall, func: Any, leaves: list[Any], kept: list[Sequenc
         return run_local_call(local_call, func, list(arguments), tree)
 
     draws = local_call.draws_random_numbers
-    results = call_with_rank_seed(run, group.rank, *local_leaves) if draws else run(*local_leaves)
-    outputs: list[Any] = []
-    for number, result in enumerate(result for result in results if isinstance(result, Tensor)):
-        returned = local_call.returned_arguments[number]
-        if returned is not None and result is local_leaves[returned]:
-            outputs.append(leaves[returned])
-        else:
-            spec = local_call.output_specs[number]
-            assert isinstance(spec, SequenceSpec)
-            outputs.append(SequenceView(result, spec, local_call.output_shapes[number]))
-    return tree_unflatten(outputs or [None] * local_call.output_tree.num_leaves, local_call.output_tree)
-
-
-def _writes_in_place(func: Any, leaves: list[Any]) -> bool:
-    """Whether the function writes into its first tensor and that one is divided."""
-    name = function_name(func)
-    is_in_place = name in _WRITING_OPERATORS or (name.endswith("_") and not name.endswith("__"))
-    first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
-    return is_in_place and isinstance(first, SequenceView)
+    versions = [version(view) for view in kept]
+    rank = kept[0].spec.group.rank
+    results = call_with_rank_seed(run, rank, *local_leaves) if draws else run(*local_leaves)
+    note_writes(kept, versions)
+    return wrap_results(func, leaves, tree, local_call, local_leaves, results, SequenceView)
 
 
 def _is_view(tree: Any) -> bool:

@@ -19,6 +19,7 @@ from meshwright.parallel.context.sequence_view import (
 from meshwright.parallel.context.tiles import Dropout
 from meshwright.parallel.differentiable_collectives import IndexRanges
 from meshwright.parallel.tensor.shard_view import ShardView
+from meshwright.parallel.tensor.shared_memory import join_memory
 from meshwright.parallel.torch_private import (
     attention_function,
     cross_entropy_function,
@@ -220,6 +221,7 @@ def get_item(x: Tensor, index: Any) -> Any:
     narrowed = _narrow(x, start, stop)
     if narrowed is None:
         return NotImplemented
+    join_memory(x, narrowed)
     return narrowed[(*items[:position], slice(None), *items[position + 1 :])]
 
 
@@ -240,21 +242,18 @@ def _sequence_item(items: tuple[Any, ...], x: SequenceView) -> int | None:
 
 
 def _narrow(x: SequenceView, start: int, stop: int) -> SequenceView | None:
-    """The positions from `start` to `stop`; None if a rank would have none of them."""
+    """The positions from `start` to `stop`, as a view; None if a rank would have none of them."""
     spec, dim = x.spec, x.spec.shard.dim
     tokens = tuple(_clipped(ranges, start, stop) for ranges in spec.tokens)
     if not all(any(length for _, length in ranges) for ranges in tokens):
         return None
-    local, begin = [], 0
-    for first, length in spec.tokens[spec.group.rank]:
-        low, high = max(first, start), min(first + length, stop)
-        if high > low:
-            local.append(x.local_tensor.narrow(dim, begin + low - first, high - low))
-        begin += length
+    # A rank holds its positions in ascending order, so those between two positions lie next to each other.
+    begin = sum(min(length, max(0, start - first)) for first, length in spec.tokens[spec.group.rank])
+    local = x.local_tensor.narrow(dim, begin, sum(length for _, length in tokens[spec.group.rank]))
     new_spec = replace(with_dim(replace(spec, tokens=tokens), dim))
     shape = list(x.shape)
     shape[dim] = stop - start
-    return SequenceView(torch.cat(local, dim), new_spec, tuple(shape))
+    return SequenceView(local, new_spec, tuple(shape))
 
 
 def _clipped(ranges: IndexRanges, start: int, stop: int) -> IndexRanges:

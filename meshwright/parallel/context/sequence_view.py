@@ -79,6 +79,12 @@ class SequenceView(ShardView):
     spec: SequenceSpec
     handler: ClassVar[Callable[..., Any] | None] = None  # dispatch.py sets it
 
+    def gathered(self) -> Tensor:
+        return gather(self)
+
+    def part_of(self, full: Tensor) -> Tensor:
+        return local_part(full, self.spec)
+
 
 register_pytree_node(
     SequenceView,
@@ -135,7 +141,8 @@ def gather(view: SequenceView) -> Tensor:
 
 
 def sum_over_ranks(x: Tensor, group: AxisGroup) -> Tensor:
-    return all_reduce_gradient(all_reduce(x, group), group)
+    # A copy, because autograd does not allow to write into the result of a custom function that shows its input.
+    return all_reduce_gradient(all_reduce(x, group), group).clone()
 
 
 def with_dim(spec: SequenceSpec, dim: int) -> SequenceSpec:
@@ -149,4 +156,10 @@ def is_sequence_view(tree: Any) -> bool:
 
 def gather_sequence_views(tree: Any) -> Any:
     """The same tree with full tensors in the place of sequence views."""
-    return tree_map(lambda leaf: gather(leaf) if is_sequence_view(leaf) else leaf, tree, is_leaf=is_sequence_view)
+
+    def gathered(leaf: Any) -> Any:
+        if isinstance(leaf, SequenceView) and leaf.memory is not None:
+            leaf.memory.refresh(leaf)
+        return gather(leaf) if isinstance(leaf, SequenceView) else leaf
+
+    return tree_map(gathered, tree, is_leaf=is_sequence_view)

@@ -17,9 +17,25 @@ from torch import Tensor
 from meshwright.errors import InputError
 from meshwright.parallel.differentiable_collectives import average_gradient, slice_own_shard
 from meshwright.parallel.tensor.local_calls import LocalCall, derive_local_call, run_local_call
+from meshwright.parallel.tensor.outside_dispatch import (
+    AUTOGRAD_ENTRIES,
+    call_autograd_function,
+    refuse_hidden_results,
+    refuse_unknown,
+)
 from meshwright.parallel.tensor.products import PRODUCTS, enter_sharded_work
 from meshwright.parallel.tensor.randomness import call_with_rank_seed
-from meshwright.parallel.tensor.shard_view import ShardSpec, ShardView, full_tensor, is_shard_view
+from meshwright.parallel.tensor.shard_view import ShardSpec, ShardView, is_shard_view
+from meshwright.parallel.tensor.shared_memory import (
+    call_on_gathered,
+    join_memory,
+    note_result,
+    note_writes,
+    refresh,
+    shard_views,
+    shares_memory,
+    version,
+)
 from meshwright.parallel.tensor.vocabulary import VOCABULARY
 from meshwright.parallel.torch_private import (
     DisableTorchFunction,
@@ -29,33 +45,38 @@ from meshwright.parallel.torch_private import (
     tree_unflatten,
 )
 from meshwright.profile.structure.split_rules import CannotSplit
+from meshwright.user_code import running_line
 
 # Names of tensor attributes and methods. Those of the first group do not touch elements and describe the full tensor;
 # those of the second concern autograd, which runs on the local tensor.
 _NAMES = {
-    "metadata": "shape size dim ndim ndimension dtype device layout requires_grad is_leaf numel nelement element_size "
+    "metadata": "shape size dim ndim ndimension dtype device layout numel nelement element_size "
     "itemsize nbytes is_floating_point is_complex is_signed is_nested is_sparse is_sparse_csr is_quantized is_mkldnn "
     "is_cuda is_cpu is_meta is_mps is_xpu is_inference get_device stride is_contiguous names has_names grad __len__ "
     "__hash__ __repr__ __format__ __dir__ _version _base output_nr",
-    "autograd": "register_hook retain_grad grad_fn register_post_accumulate_grad_hook requires_grad_",
+    "autograd": "register_hook retain_grad grad_fn register_post_accumulate_grad_hook requires_grad_ requires_grad "
+    "is_leaf",
 }
-METADATA, _AUTOGRAD = (frozenset(names.split()) for names in _NAMES.values())
+METADATA, AUTOGRAD = (frozenset(names.split()) for names in _NAMES.values())
 _RULES: dict[Any, Callable[..., Any]] = {**PRODUCTS, **VOCABULARY}
 
 
 def dispatch_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = function_name(func)
-    if name in METADATA:
+    if name in METADATA and func not in AUTOGRAD_ENTRIES:
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    if name in _AUTOGRAD:
-        return func(args[0].local_tensor, *args[1:], **kwargs)
+    if name in AUTOGRAD:
+        return call_autograd_function(func, name, args, kwargs)
+    prepare_views(func, name, args, kwargs)
     if name.startswith("new_"):  # `new_zeros` and the like take only the dtype and the device of the tensor
         return func(*_replace_views(args, _local_tensor), **kwargs)
     if name == "view_as" and args[0] is args[1]:
         # Autograd functions that return their input (FSDP2's hooks do) call this with gradients disabled. A new view of
         # the same local tensor keeps its gradient.
-        return ShardView(args[0].local_tensor, args[0].spec, tuple(args[0].shape))
+        view = ShardView(args[0].local_tensor, args[0].spec, tuple(args[0].shape))
+        join_memory(args[0], view)
+        return view
     rule = _RULES.get(func)
     if rule is not None:
         try:
@@ -70,9 +91,14 @@ def dispatch_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return _call_on_local_tensors(func, args, kwargs)
 
 
-def is_autograd_function(name: str) -> bool:
-    """Whether a function of this name concerns autograd, which runs on local tensors."""
-    return name in _AUTOGRAD
+def prepare_views(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Called before a function uses shard views: makes them show what was written into their memory, and raises an
+    `InputError` if no rule states what the function does."""
+    views = shard_views(args, kwargs)
+    if views:
+        refuse_unknown(func, name, views)
+        refuse_hidden_results(views)
+        refresh(views)
 
 
 def function_name(func: Any) -> str:
@@ -104,7 +130,7 @@ def _call_on_local_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     views = [leaf for leaf in leaves if isinstance(leaf, ShardView)]
     kinds = {view.spec.kind for view in views}
     if len(kinds) > 1 and "sequence" in kinds:  # shards of the sequence are gathered where they meet other shards
-        return func(*_replace_views(args, _gather_sequence), **_replace_views(kwargs, _gather_sequence))
+        return call_on_gathered(func, args, kwargs, _is_sequence)
     local_call = _cached_local_call(func, leaves, tree, views[0])
     if isinstance(local_call, str):
         return _gather_or_raise(func, args, kwargs, CannotSplit(local_call))
@@ -112,14 +138,33 @@ def _call_on_local_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     local_leaves = [
         _local_argument(leaf, local_call.sliced_arguments.get(position), spec) for position, leaf in enumerate(leaves)
     ]
+    versions = [version(view) for view in views]
     results = _run(local_call, func, local_leaves, tree, spec.group.rank)
+    note_writes(views, versions)
+    return wrap_results(func, leaves, tree, local_call, local_leaves, results, ShardView)
+
+
+def wrap_results(
+    func: Any,
+    leaves: list[Any],
+    tree: Any,
+    local_call: LocalCall,
+    local_leaves: list[Any],
+    results: list[Any],
+    make_view: Callable[..., ShardView],
+) -> Any:
+    """Returns what the function returns: the views that it was given and returns itself, and new views of the other
+    local results. `leaves` and `tree` are its arguments, flattened, and `local_leaves` the local ones."""
     outputs: list[ShardView] = []
     for number, result in enumerate(result for result in results if isinstance(result, Tensor)):
         position = local_call.returned_arguments[number]
         if position is not None and result is local_leaves[position]:
             outputs.append(leaves[position])
-        else:
-            outputs.append(ShardView(result, local_call.output_specs[number], local_call.output_shapes[number]))
+            continue
+        view = make_view(result, local_call.output_specs[number], local_call.output_shapes[number])
+        if local_call.may_share_memory[number] or shares_memory(result, local_leaves):
+            note_result(func, leaves, tree, number, view)
+        outputs.append(view)
     # A function returns tensors only, or nothing at all.
     return tree_unflatten(outputs or [None] * local_call.output_tree.num_leaves, local_call.output_tree)
 
@@ -178,12 +223,13 @@ def _gather_or_raise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], r
     leaves = tree_flatten((args, kwargs), is_leaf=is_shard_view)[0]
     features = next((leaf for leaf in leaves if isinstance(leaf, ShardView) and leaf.spec.kind == "features"), None)
     if features is None:
-        return func(*_replace_views(args, full_tensor), **_replace_views(kwargs, full_tensor))
+        return call_on_gathered(func, args, kwargs, is_shard_view)
     group = features.spec.group
     module = next(reversed(group.running_modules), "") or "the model"
     raise InputError(
-        f"{module}: {function_name(func)} cannot run on features that are split over {group.size} ranks of the"
-        f" {group.axis} axis ({reason}): leave them whole with plan.modules.splits: {{{module}: {{kind: none}}}}"
+        f"{module}: {function_name(func)} ({running_line()}) cannot run on features that are split over {group.size}"
+        f" ranks of the {group.axis} axis ({reason}): leave them whole with plan.modules.splits: {{{module}: {{kind:"
+        " none}}"
     )
 
 
@@ -197,8 +243,8 @@ def _local_tensor(view: ShardView) -> Tensor:
     return view.local_tensor
 
 
-def _gather_sequence(view: ShardView) -> Tensor:
-    return full_tensor(view) if view.spec.kind == "sequence" else view
+def _is_sequence(view: ShardView) -> bool:
+    return view.spec.kind == "sequence"
 
 
 ShardView.handler = staticmethod(dispatch_function)

@@ -21,6 +21,7 @@ from meshwright.parallel.torch_private import (
     FakeTensorMode,
     TreeSpec,
     disable_dispatch_modes,
+    storage_id,
     tree_flatten,
     tree_map,
     tree_unflatten,
@@ -57,7 +58,8 @@ class LocalCall:
 
     `sliced_arguments` are the replicated arguments, by position, of which each rank first takes its shard. An entry of
     `returned_arguments` is the position of the argument that the function returns itself (in-place functions), or None
-    where the output is a new tensor. Without `operators` the function itself is called.
+    where the output is a new tensor. `may_share_memory`: whether the output shows the memory of an argument if all
+    arguments are contiguous. Without `operators` the function itself is called.
     """
 
     output_specs: tuple[ShardSpec, ...]
@@ -66,6 +68,7 @@ class LocalCall:
     output_tree: TreeSpec
     sliced_arguments: dict[int, ShardSpec]
     draws_random_numbers: bool
+    may_share_memory: tuple[bool, ...]
     operators: tuple[LocalOperator, ...] = ()
     input_values: tuple[int, ...] = ()  # the numbers of the tensor arguments in the recording
     output_values: tuple[int, ...] = ()
@@ -251,6 +254,7 @@ def _local_call(
         ),
         output_tree=output_tree,
         sliced_arguments={positions[value]: spec for value, spec in sharding.sliced.items()},
+        may_share_memory=tuple(any(storage_id(tensor) == storage_id(fakes[p]) for p in values) for tensor in tensors),
         draws_random_numbers=any(torch.Tag.nondeterministic_seeded in op.func.tags for op in flow.operators),
         input_values=tuple(values.values()),
         output_values=output_values,

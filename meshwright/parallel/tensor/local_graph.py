@@ -20,6 +20,7 @@ from meshwright.parallel.differentiable_collectives import apply_collective, res
 from meshwright.parallel.tensor.dispatch import METADATA, dispatch_function, function_name
 from meshwright.parallel.tensor.randomness import call_with_rank_seed
 from meshwright.parallel.tensor.shard_view import ShardView, is_shard_view
+from meshwright.parallel.tensor.shared_memory import shares_memory, version
 from meshwright.parallel.torch_private import FakeTensorMode, tree_flatten, tree_map
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -147,7 +148,12 @@ class _Recorder(TorchFunctionMode):
                 return dispatch_function(func, args, kwargs)
             with self:
                 return dispatch_function(func, args, kwargs)
+        arguments = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        versions = [version(leaf) for leaf in arguments]
         result = self._result(func, args, kwargs)
+        written = [leaf for leaf, before in zip(arguments, versions, strict=True) if version(leaf) != before]
+        if any(self._is_shown_by_others(leaf) for leaf in written):
+            raise CannotRecord(f"{function_name(func)} writes into memory that several tensors show")
         tensors = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
         if tensors:
             self._record(func, args, kwargs, result)
@@ -183,6 +189,10 @@ class _Recorder(TorchFunctionMode):
             if not isinstance(item, Tensor):
                 raise CannotRecord(f"{function_name(func)} returns {type(item).__name__}")
             self._add(item, self._graph.call_function(operator.getitem, (node, number)))
+
+    def _is_shown_by_others(self, tensor: Tensor) -> bool:
+        """Whether another recorded tensor shows the memory of this one. The graph would not know that it changes."""
+        return any(other is not tensor and shares_memory(tensor, [other]) for other in self._tensors)
 
     def _add(self, tensor: Tensor, node: fx.Node) -> None:
         self._nodes[id(tensor)] = node

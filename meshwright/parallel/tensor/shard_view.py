@@ -19,6 +19,7 @@ from meshwright.parallel.differentiable_collectives import (
     all_gather_for_sharded_work,
     all_to_all,
     consecutive_ranges,
+    slice_own_shard,
 )
 from meshwright.parallel.torch_private import make_wrapper_subclass, register_pytree_node, tree_map
 from meshwright.parallel.weights.layout import shard_ranges
@@ -68,12 +69,17 @@ class ShardSpec:
 class ShardView(Tensor):
     """A rank's `local_tensor`, presented as the full tensor of which it is a shard.
 
-    `gathered_copy` caches the result of `full_tensor_for_sharded_work`, with whether gradients were enabled then.
+    `gathered_copy` caches the result of `full_tensor_for_sharded_work`, with whether gradients were enabled then, and
+    the version of the local tensor.
+    `memory` is the `SharedMemory` (shared_memory.py) of views of this one, None if there are none. `stale_since` is the
+    line that has written into a view of this one which does not share its local memory, None if there is none.
     """
 
     local_tensor: Tensor
     spec: ShardSpec
-    gathered_copy: tuple[bool, Tensor] | None
+    gathered_copy: tuple[tuple[bool, int], Tensor] | None
+    memory: Any
+    stale_since: str | None
     handler: ClassVar[Handler | None] = None  # runs a torch function that is given shard views; dispatch.py sets it
 
     @staticmethod
@@ -86,6 +92,7 @@ class ShardView(Tensor):
             requires_grad=local_tensor.requires_grad,
         )
         view.local_tensor, view.spec, view.gathered_copy = local_tensor, spec, None
+        view.memory, view.stale_since = None, None
         return view
 
     def __init__(self, local_tensor: Tensor, spec: ShardSpec, shape: tuple[int, ...]) -> None:
@@ -103,6 +110,18 @@ class ShardView(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         raise NotImplementedError(f"{func} was given a ShardView without passing through __torch_function__")
+
+    def gathered(self) -> Tensor:
+        """The full tensor, for computation that all ranks repeat. If the local tensor of a view is a shard view itself,
+        that one stays sharded."""
+        return full_tensor(self)
+
+    def part_of(self, full: Tensor) -> Tensor:
+        """This rank's part of a tensor that `gathered` has returned."""
+        spec = self.spec
+        if spec.samples_by_rank:
+            return all_to_all(full, consecutive_ranges(0, spec.samples_by_rank), spec.ranges, spec.group)
+        return slice_own_shard(full, spec.ranges, spec.group)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         group = self.spec.group
@@ -140,9 +159,10 @@ def full_tensor(view: ShardView) -> Tensor:
 def full_tensor_for_sharded_work(view: ShardView) -> Tensor:
     """The full tensor on every rank, as input of a sharded layer: its gradient is reduce-scattered. Layers that share
     the input share one all-gather."""
-    if view.gathered_copy is None or view.gathered_copy[0] != torch.is_grad_enabled():
-        gathered = all_gather_for_sharded_work(view.local_tensor, view.spec.ranges, view.spec.group)
-        view.gathered_copy = (torch.is_grad_enabled(), gathered)
+    local = view.local_tensor
+    state = (torch.is_grad_enabled(), -1 if local.is_inference() else local._version)
+    if view.gathered_copy is None or view.gathered_copy[0] != state:
+        view.gathered_copy = (state, all_gather_for_sharded_work(local, view.spec.ranges, view.spec.group))
     return view.gathered_copy[1]
 
 
@@ -151,6 +171,8 @@ def gather_shard_views(tree: Any, kinds: tuple[ShardKind, ...] = ("features", "v
     a pipeline stage."""
 
     def gathered(leaf: Any) -> Any:
+        if isinstance(leaf, ShardView) and leaf.memory is not None:
+            leaf.memory.refresh(leaf)
         if isinstance(leaf, ShardView) and leaf.spec.kind == "context":  # its local tensor may be sharded, too
             return type(leaf)(gathered(leaf.local_tensor), leaf.spec, tuple(leaf.shape))
         return full_tensor(leaf) if isinstance(leaf, ShardView) and leaf.spec.kind in kinds else leaf

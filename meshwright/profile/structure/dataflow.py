@@ -28,6 +28,7 @@ from meshwright.profile.torch_private import (
     TorchDispatchMode,
     answer_tensor_query,
     backward_node_number,
+    custom_function_name,
     operator_arguments,
     operator_name,
     storage_address,
@@ -103,6 +104,7 @@ class Dataflow:
     operators: list[TracedOperator] = field(default_factory=list)
     calls: list[ModuleCall] = field(default_factory=list)
     consumers: dict[int, list[int]] = field(default_factory=dict)  # by value, the operators that read or overwrite it
+    custom_functions: dict[int, str] = field(default_factory=dict)  # by value that one returns, the function's name
 
     @property
     def outputs(self) -> tuple[int, ...]:
@@ -162,7 +164,7 @@ class DataflowRecorder(TorchDispatchMode):
         if func.namespace == "prim":  # queries about a tensor, such as its device
             return answer_tensor_query(func, args, kwargs)
         flow, number = self.flow, len(self.flow.operators)
-        inputs = self.values_in((args, kwargs))
+        inputs = self._inputs((args, kwargs))
         arguments, keywords = tree_map(self._reference, (args, kwargs))
         written = _written_tensors(func, args, kwargs)
         result = func(*args, **kwargs)
@@ -189,6 +191,16 @@ class DataflowRecorder(TorchDispatchMode):
         for value in dict.fromkeys((*inputs, *replaced)):
             flow.consumers.setdefault(value, []).append(number)
         return result
+
+    def _inputs(self, tree: Any) -> tuple[int, ...]:
+        """The values of an operator's inputs. Those that a custom autograd function has returned are noted: the
+        operators inside of it do not say what its backward pass does."""
+        leaves = _leaves(tree)
+        values = tuple(self._value(leaf, None) for leaf in leaves)
+        for leaf, value in zip(leaves, values, strict=True):
+            if leaf.grad_fn is not None and (name := custom_function_name(leaf)):
+                self.flow.custom_functions[value] = name
+        return values
 
     def _reference(self, leaf: Any) -> Any:
         return ValueRef(self._value(leaf, None)) if isinstance(leaf, Tensor) else leaf

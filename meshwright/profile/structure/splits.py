@@ -201,6 +201,7 @@ def _follow(
     while queue:
         number = heappop(queue)
         op, layer = flow.operators[number], layer_of_operator.get(number)
+        _refuse_custom_functions(flow, op, divided)
         if layer is not None and layer.parameter not in columns:
             candidate.rows[layer.parameter] = _row_inputs(flow, op, divided.get(matmul_operands(op)[0]))
             row_operators.add(number)
@@ -248,6 +249,14 @@ def _divided_outputs(
     outputs = propagate_split(flow, op, divided)
     _note_heads(op, divided, candidate)
     return outputs
+
+
+def _refuse_custom_functions(flow: Dataflow, op: TracedOperator, divided: dict[int, DividedDimension]) -> None:
+    """Raises `CannotSplit` if a custom autograd function has returned a divided input: its backward pass is not in the
+    dataflow, so nothing is known of it."""
+    for value in op.inputs:
+        if value in divided and value in flow.custom_functions:
+            raise CannotSplit(f"{flow.custom_functions[value]} is a custom autograd function")
 
 
 def _row_inputs(flow: Dataflow, op: TracedOperator, dimension: DividedDimension | None) -> int:
