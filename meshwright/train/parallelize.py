@@ -92,6 +92,7 @@ def parallelize(
     if optimizer is not None:
         _mark_used(optimizer)
     session.checks_first_batch = True
+    session.compare_weight_copies()
     return session
 
 

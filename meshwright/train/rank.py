@@ -56,6 +56,7 @@ def train_rank(
     ):
         with showing(terminal()) if world.rank == 0 else nullcontext(), phase("building the model and dividing it"):
             session = build_session(job, plan, world, lambda activity: heartbeat.update(session.steps, activity))
+            session.compare_weight_copies()
         heartbeat.exchanges = ModelExchanges(session.parallel)
         heartbeat.memory = partial(memory_by_kind, session.module, session.optimizer, world.device)
         trainer = Trainer(job, session, world, folder, heartbeat, recorded_steps, predicted_step_s)

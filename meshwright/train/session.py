@@ -330,7 +330,7 @@ class Session(OwnLoop):
 
     def state_dict(self) -> dict[str, Any]:
         """The full weights, as plain tensors that load into the user's own model. All ranks must call this together."""
-        self._parallel.align_buffers()
+        self._align()
         return self._parallel.full_state()
 
     def full_gradients(self) -> dict[str, Tensor]:
@@ -339,7 +339,7 @@ class Session(OwnLoop):
 
     def state(self) -> State:
         """The contents of a checkpoint by key: tensors of the model and the optimizer, `schedule` and `loss_scale`."""
-        self._parallel.align_buffers()
+        self._align()
         self._parallel.reshard()
         return {
             **model_state(self.module, self._parallel.layouts),

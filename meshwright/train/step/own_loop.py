@@ -35,6 +35,7 @@ from meshwright.parallel.model import ParallelModel
 from meshwright.parallel.replicate.unused import UnusedParameters
 from meshwright.plan import Plan
 from meshwright.plan_fields.shares import describe_shares
+from meshwright.train.loop_checks.copies import WeightCopies
 from meshwright.train.loop_checks.padding import Collation, changes_loss
 from meshwright.train.loss.global_mean import GlobalMean, is_mean_of_ranks
 from meshwright.train.loss.loss import Loss
@@ -74,6 +75,7 @@ class OwnLoop:
         self.shares: AdaptiveShares | None = None  # None if the plan's shares are fixed
         self._unused_parameters = UnusedParameters()
         self._collation = Collation(parallel)
+        self._weight_copies: WeightCopies | None = None  # None if they are not compared
         self._synchronizes = True
         self._prepared_share: PreparedShare | None = None  # what the loop of a prepared loader trains on at the moment
         self._forward_passes = 0  # since the last optimizer step
@@ -225,11 +227,25 @@ class OwnLoop:
         after an optimizer step of `Session.step`."""
         self._parallel.reshard()
         self._gradients_are_combined = None
+        steps = self.steps + 1
         if self._has_own_passes:
             self._has_own_passes = False
             self._forward_passes = 0
             self.steps += 1
             self._parallel.align_buffers()
+        if self._weight_copies is not None:
+            self._weight_copies.after_step(steps)
+
+    def compare_weight_copies(self) -> None:
+        """From now on, raises an `InputError` if ranks that hold copies of a weight have different ones, at the end of
+        some steps and before weights are saved."""
+        self._weight_copies = WeightCopies(self._parallel)
+
+    def _align(self) -> None:
+        """Makes buffers equal on all data ranks, and compares the copies of weights."""
+        self._parallel.align_buffers()
+        if self._weight_copies is not None:
+            self._weight_copies.compare_now(self.steps)
 
     # ---- batches
 
