@@ -30,7 +30,7 @@ def redraw_weights(model: nn.Module, seed: int) -> None:
         if not parameter.requires_grad or not (parameter.is_floating_point() or parameter.is_complex()):
             continue
         module = model.get_submodule(name.rpartition(".")[0])
-        parameter.copy_(parameter.mean() + _deviation(module, parameter) * _draw(parameter, seed, name))
+        parameter.copy_(_mean(parameter) + _deviation(module, parameter) * _draw(parameter, seed, name))
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             module.weight[module.padding_idx] = 0.0  # the row of padding, which is never trained
     for name, buffer in model.named_buffers():
@@ -39,6 +39,14 @@ def redraw_weights(model: nn.Module, seed: int) -> None:
             buffer.add_(VECTOR_DEVIATION * _draw(buffer, seed, name))
         elif own_name == "running_var":
             buffer.mul_(1 + VECTOR_DEVIATION * _draw(buffer, seed, name))
+
+
+def _mean(parameter: Tensor) -> complex:
+    """The mean of the values. numpy adds them up in one thread: torch's order of summing, and with it the last digits,
+    would depend on the number of threads, which ranks and reference have different ones of."""
+    wide = parameter.detach().cpu().to(torch.complex128 if parameter.is_complex() else torch.float64)
+    mean: complex = wide.numpy().mean().item() if wide.numel() else 0.0
+    return mean
 
 
 def _deviation(module: nn.Module, parameter: Tensor) -> float:

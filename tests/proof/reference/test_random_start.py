@@ -73,6 +73,21 @@ def test_weights_are_a_function_of_seed_and_name() -> None:
     assert torch.equal(unchanged, first["frozen.weight"])
 
 
+def test_weights_do_not_depend_on_the_number_of_threads() -> None:
+    """Ranks share the cores of a machine, and the reference has all of them."""
+    threads, states = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            torch.manual_seed(0)
+            model = nn.Linear(1152, 1024)
+            redraw_weights(model, 0)
+            states.append(model.weight.detach().clone())
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(state, states[0]) for state in states)
+
+
 class ZeroBranch(nn.Module):
     """A residual branch that begins as zeros, so at first nothing before its last layer has a gradient."""
 
