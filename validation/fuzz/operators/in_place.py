@@ -28,7 +28,7 @@ _add("zero_ of a slice", "{y} = {x}.clone()\n{y}.narrow({d}, {i}, 1).zero_()")
 _add("fill_ of a select", "{y} = {x}.clone()\n{y}.select({d}, {i}).fill_({c})")
 _add("view and mul_", "{y} = {x}.clone()\n{y}.transpose(-1, -2).mul_({c})", takes=("BLD", "BDL", "BHLE"))
 _add("slice view add_", "{y} = {x}.clone()\npart = {y}[{range}]\npart.add_({c})\n{y} = {y} * 1")
-_add("flat view write", "{y} = {x}.clone()\n{y}.view(-1)[{i}] = 0", choices={"i": (0, 3)})
+_add("flat view write", "{y} = {x}.clone()\n{y}.view(-1)[{i}] = 0", choices={"i": (0, 3)}, needs="one_part")
 _add(
     "loop of select and mul_",
     "{y} = {x}.clone()\nfor number in range(0, {n}, 3):\n    {y}.select({d}, number).mul_({c})",
@@ -40,6 +40,7 @@ _add(
     "index_put_",
     "{y} = {x}.clone()\n{y}.index_put_((torch.tensor(0), torch.tensor(0)), torch.tensor({c}, dtype={x}.dtype), accumulate=True)",
     takes=("BDL",),
+    needs="one_part",
 )
 _add(
     "scatter_",
@@ -50,7 +51,7 @@ _add(
     "index = torch.zeros_like({x}, dtype=torch.long) + {i}\n{y} = torch.zeros_like({x}).scatter_add({d}, index, {x}) + {x}",
 )
 _add("masked_fill_", "{y} = {x}.clone()\n{y}.masked_fill_({x} > 1, {c})")
-_add("masked_scatter", "{y} = {x}.masked_scatter({x} > 0, {x}.detach() * {c})")
+_add("masked_scatter", "{y} = {x}.masked_scatter({x} > 0, {x}.detach() * {c})", needs="one_part")
 _add("clamp_", "{y} = {x} * 1\n{y}.clamp_(-1, 1)\n{y} = {y} + {c} * {x}")
 _add("relu_", "{y} = {x} + F.relu_({x} * {c})")
 _add(

@@ -54,7 +54,7 @@ _add(
 )
 _add("narrow", "{y} = torch.cat([{x}.narrow({d}, {a}, {n} - {a}), {x}.narrow({d}, 0, {a})], {d})")
 _add("select", "{y} = {x} * torch.sigmoid({x}.select({d}, {i})).unsqueeze({d})")
-_add("take", "{y} = {x} + torch.take({x}, torch.tensor([{i}])) * 0 + {c}", choices={"i": (0, 3)})
+_add("take", "{y} = {x} + torch.take({x}, torch.tensor([{i}])) * 0 + {c}", choices={"i": (0, 3)}, needs="one_part")
 _add("index_select features", "{y} = {x}.index_select(-1, torch.arange({x}.shape[-1]).roll({k}))")
 _add(
     "length from mask",

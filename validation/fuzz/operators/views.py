@@ -33,7 +33,7 @@ _add("expand", "{y} = {x} + {x}.narrow({d}, {i}, 1).expand_as({x})")
 _add("broadcast_to", "{y} = {x} * torch.sigmoid({x}.narrow({d}, {i}, 1)).broadcast_to({x}.shape)")
 _add("movedim", "{y} = torch.tanh({x}.movedim({d}, -1)).movedim(-1, {d})")
 _add("roll", "{y} = {x} + {x}.roll({k}, {d})")
-_add("roll without dim", "{y} = {x} + {c} * {x}.roll({k})")
+_add("roll without dim", "{y} = {x} + {c} * {x}.roll({k})", needs="one_part")
 _add("flip", "{y} = {x} + {c} * {x}.flip({d})")
 _add("rot90", "{y} = {x} - {c} * torch.rot90({x}, 2, [{d}, {e}])")
 _add("repeat", "{y} = torch.cat([{x}, {x}], {d}).narrow({d}, {i}, {n})")
@@ -48,7 +48,12 @@ _add("shift by cat", "{y} = {x} + torch.cat([torch.zeros_like({x}[:, :1]), {x}[:
 _add("pixel pairs", "{y} = {x}.reshape({x}.shape[0], -1, 2 * {D}).reshape_as({x})", takes=("BLD",))
 _add("concatenate summary", "{y} = torch.cat([{x}.mean(1, keepdim=True), {x}], 1)[:, 1:]", takes=("BLD",))
 _add("class token", "{y} = torch.cat([{x}[:, :1] * {c}, {x}], 1)[:, :-1]", takes=("BLD",))
-_add("diagonal", "{y} = {x} + torch.diagonal({x}, 0, {d}, -1).sum(-1).reshape(-1)[0]", takes=("BLD", "BDL"))
+_add(
+    "diagonal",
+    "{y} = {x} + torch.diagonal({x}, 0, {d}, -1).sum(-1).reshape(-1)[0]",
+    takes=("BLD", "BDL"),
+    needs="one_part",
+)
 _add("stack", "{y} = torch.stack([{x}, {x} * {c}], {d}).sum({d})")
 _add(
     "squeeze size one",
