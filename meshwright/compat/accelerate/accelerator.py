@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.tensor import DTensor
 
-from meshwright.compat.accelerate.automatic_plan import choose_plan
+from meshwright.compat.accelerate.automatic_plan import check_before_training, choose_plan
 from meshwright.compat.accelerate.checkpoint_folder import (
     has_checkpoint,
     load_folder,
@@ -43,13 +43,14 @@ from meshwright.train.step.optimizer import use_fused_kernels
 
 
 class Accelerator(SharedBatches):
-    """Accelerate's `Accelerator`, with the same arguments and one more.
+    """Accelerate's `Accelerator`, with the same arguments and two more.
 
     `plan` is a `Plan`, its groups as a dict, the path of a plan file, or `auto`. Without it, every process is a
-    replica, as under Accelerate.
+    replica, as under Accelerate. With `check`, a plan that trains another model than one device is refused when the
+    model and its loader are prepared.
     """
 
-    def __init__(self, *arguments: Any, plan: PlanArgument = None, **keywords: Any) -> None:
+    def __init__(self, *arguments: Any, plan: PlanArgument = None, check: bool = True, **keywords: Any) -> None:
         given = inspect.signature(accelerate.Accelerator).bind(*arguments, **keywords).arguments
         without_effect = check_arguments(given) + check_variables(read_accelerate_variables())
         super().__init__(*arguments, **keywords)
@@ -57,6 +58,7 @@ class Accelerator(SharedBatches):
             self.dataloader_config.split_batches = bool(given["split_batches"])
         if self.is_main_process:
             warn_once(without_effect)
+        self._checks = check
         self._plan_argument = plan
         self._plan_is_written = plan is not None and plan != "auto"
         self._plan: Plan | None = None
@@ -87,8 +89,11 @@ class Accelerator(SharedBatches):
         """As Accelerate's. An optimizer that was made of a model's parameters before this call keeps its groups, and
         gets the parameters that the plan has left on this rank."""
         if self._plan_argument == "auto" and any(isinstance(item, nn.Module) for item in objects):
-            device = self.device.type
-            self._plan_argument = choose_plan(objects, self.num_processes, self.split_batches, device)
+            settings = self.num_processes, self.split_batches, self.device.type
+            self._plan_argument = choose_plan(objects, *settings, checks=self._checks)
+        if self._checks and self.num_processes > 1 and any(isinstance(item, nn.Module) for item in objects):
+            add_gloo_for_cpu_tensors()
+            check_before_training(objects, self.plan, self.device.type)
         names = {
             id(parameter): (module, name)
             for module in objects

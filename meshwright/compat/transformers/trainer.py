@@ -14,6 +14,7 @@ The weight of a rank is its number of labels: of tokens with a label, or of samp
 
 import inspect
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_pt_utils import find_batch_size
 
 from meshwright.auto.choose import best_plan
+from meshwright.compat.check import check_in_loop
 from meshwright.compat.loaders import batch_of_first_samples
 from meshwright.compat.plan_argument import PlanArgument, ignoring_accumulation, without_accumulation
 from meshwright.compat.transformers.accelerator import SessionAccelerator, use_session_accelerator
@@ -43,6 +45,8 @@ from meshwright.compat.transformers.whole_states import (
 )
 from meshwright.errors import InputError
 from meshwright.plan import Plan
+from meshwright.proof.before_training.before_training import fastest_equal_plan
+from meshwright.proof.before_training.plan_kind import needs_check
 from meshwright.train.parallelize import parallelize
 from meshwright.train.session import Session
 from meshwright.train.step.optimizer import use_fused_kernels
@@ -50,7 +54,8 @@ from meshwright.train.step.optimizer import use_fused_kernels
 
 class MeshwrightTrainer(Trainer):
     """Trains under a plan: a `Plan`, its groups as a dict, the path of a plan file, or `auto` for the fastest one that
-    Trainer's loop can run. Without a plan, every rank is a replica. All other arguments are Trainer's.
+    Trainer's loop can run. Without a plan, every rank is a replica. With `check`, a plan that divides the model is
+    first compared with one device, and refused if it trains another model. All other arguments are Trainer's.
 
     Trainers of other libraries that inherit from `Trainer` get the same by inheriting from this class first:
     `class MyTrainer(MeshwrightTrainer, SFTTrainer)`.
@@ -59,8 +64,9 @@ class MeshwrightTrainer(Trainer):
     accelerator: SessionAccelerator
     model: Any
 
-    def __init__(self, *args: Any, plan: PlanArgument = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, plan: PlanArgument = None, check: bool = True, **kwargs: Any) -> None:
         self._plan_argument = plan
+        self._is_checked = not check  # whether the plan needs no check any more
         self._plan: Plan | None = None
         self._sample_batch: Any = None
         self._session: Session | None = None
@@ -109,20 +115,39 @@ class MeshwrightTrainer(Trainer):
                     "MeshwrightTrainer: this plan needs a sample batch (it is `auto`, or splits layers), and the data"
                     " set is a stream: give a data set with a length, or a plan of replicas and shards"
                 )
+
+        def check(plan: Plan) -> None:
+            if not self._is_checked:
+                self._check_plan(plan, loader)
+
         if self._plan is None:
-            self._plan = self._best_plan()
+            self._plan = fastest_equal_plan(self._best_plan, check)
+        elif not self.accelerator.prepares_evaluation:
+            check(self._plan)
+        self._is_checked = self._is_checked or not self.accelerator.prepares_evaluation
         return self._plan
 
-    def _best_plan(self) -> Plan:
-        """The fastest plan that Trainer's loop can run, for one of the batches that it accumulates."""
+    def _check_plan(self, plan: Plan, loader: Any) -> None:
+        """Raises `UnequalPlan` if the plan does not train the same model as one device. A stream is not read for it."""
+        batch = batch_of_first_samples(loader) if self._sample_batch is None else self._sample_batch
+        created = self.create_optimizer() if needs_check(plan) else None
+        check_in_loop(self.model, getattr(created, "optimizer", created), batch, plan, self.args.device.type)
+
+    def _best_plan(self, refuse: Callable[[Plan], None]) -> Plan:
+        """The fastest plan that Trainer's loop can run, for one of the batches that it accumulates. `refuse` raises an
+        `InputError` for plans that it must not be."""
         args = self.args
+
+        def check(plan: Plan) -> None:
+            refuse(checked_plan(plan, args))
+
         plan = best_plan(
             self.model,
             self._sample_batch,
             global_batch=args.per_device_train_batch_size * args.world_size,
             optimizer=self.create_optimizer(),
             device=args.device.type,
-            check=ignoring_accumulation(lambda plan: checked_plan(plan, args)),
+            check=ignoring_accumulation(check),
         )
         plan = with_arguments_precision(without_accumulation(plan), args, plan_decides=False)
         return checked_plan(plan, args)

@@ -42,22 +42,25 @@ class BatchState:
 def find_batch_state(training: Training) -> BatchState | None:
     """Returns the first state of the model that follows the samples of its batches; None if there is none, or if the
     model cannot be run to find out. Nothing of the training is changed."""
-    with preserve_generators():
-        try:
-            changed = list(_changed_state(training))
-            if not changed or parameter_count(training.model) > _LARGEST_TRIED:
-                return None
-            return next((state for state in changed if _follows_batch(training, state)), None)
-        except Exception:  # code that depends on the values of tensors, or a batch that cannot be divided
-            return None
+    if parameter_count(training.model) > _LARGEST_TRIED:
+        return None
+    # A loop with a loss of its own may call the model with the whole batch, or without its target.
+    for key in dict.fromkeys((training.target_key, None)):
+        with preserve_generators():
+            try:
+                changed = list(_changed_state(training, key))
+                return next((state for state in changed if _follows_batch(training, state, key)), None)
+            except Exception:  # code that depends on the values of tensors, or a batch that cannot be divided
+                continue
+    return None
 
 
-def _changed_state(training: Training) -> Iterator[BatchState]:
+def _changed_state(training: Training, target_key: str | None) -> Iterator[BatchState]:
     """Yields the buffers and attributes that a forward pass in training mode changes, other than running statistics."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     samples = batch_size(training.sample_batch)
     model = fake_model(training.model, mode, (), samples).train()
-    inputs = split_batch(fake_batch(training.sample_batch, samples, mode), training.target_key)
+    inputs = split_batch(fake_batch(training.sample_batch, samples, mode), target_key)
     modules = {name: module for name, module in model.named_modules() if not uses_batch_statistics(module)}
     before = {name: _versions(module) for name, module in modules.items()}
     with mode, torch.no_grad(), FakeRules(), one_sequence_per_row(training.sample_batch):
@@ -86,7 +89,7 @@ def _version(value: Any) -> Any:
     return value if isinstance(value, int | float | str | bool | None) else id(value)
 
 
-def _follows_batch(training: Training, state: BatchState) -> bool:
+def _follows_batch(training: Training, state: BatchState, target_key: str | None) -> bool:
     """Whether the state differs after forward passes with different samples and, if it is no buffer, changes what the
     next forward pass computes: an attribute that is written before it is read changes nothing."""
     samples = batch_size(training.sample_batch)
@@ -96,14 +99,14 @@ def _follows_batch(training: Training, state: BatchState) -> bool:
     halves = [_rows(training.sample_batch, rows) for rows in (slice(0, half_size), slice(samples - half_size, None))]
     models = [reduced_training(training, Reduction()).model.train() for _ in halves]
     for model, half in zip(models, halves, strict=True):
-        _forward(model, half, training)
+        _forward(model, half, target_key)
     first, second = (getattr(model.get_submodule(state.module), state.name) for model in models)
     module = models[0].get_submodule(state.module)
     if state.name in module._buffers or state.name in module._parameters:
         return not _is_equal(first, second)
     exchanged = deepcopy(models[0])
     setattr(exchanged.get_submodule(state.module), state.name, second)
-    return not _is_equal(*(_forward(model, halves[0], training) for model in (models[0], exchanged)))
+    return not _is_equal(*(_forward(model, halves[0], target_key) for model in (models[0], exchanged)))
 
 
 def _rows(batch: Any, rows: slice) -> Any:
@@ -115,10 +118,10 @@ def _rows(batch: Any, rows: slice) -> Any:
     return tree_map(take, batch)
 
 
-def _forward(model: nn.Module, batch: Any, training: Training) -> Any:
+def _forward(model: nn.Module, batch: Any, target_key: str | None) -> Any:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     inputs = split_batch(
-        tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, batch), training.target_key
+        tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, batch), target_key
     )
     torch.manual_seed(_SEED)
     with torch.no_grad():

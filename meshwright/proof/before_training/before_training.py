@@ -3,11 +3,13 @@ which copy it. Both raise `UnequalPlan`, and tell in one line what was checked."
 
 from collections.abc import Callable
 
+import torch.distributed as dist
+
 from meshwright.errors import UnequalPlan
 from meshwright.exchange import broadcast_value
 from meshwright.launch.world import World
 from meshwright.plan import Plan
-from meshwright.progress import phase
+from meshwright.progress import phase, say
 from meshwright.proof.before_training.batch_state import find_batch_state
 from meshwright.proof.before_training.check import (
     PrepareSession,
@@ -16,12 +18,27 @@ from meshwright.proof.before_training.check import (
     raise_if_unequal,
     tell,
 )
-from meshwright.proof.before_training.plan_kind import needs_check
+from meshwright.proof.before_training.plan_kind import UnequalDivisions, needs_check
 from meshwright.proof.before_training.training import Training
 from meshwright.proof.prove import available_ranks
 
 SuggestPlan = Callable[[], Plan | None]
 """Returns the fastest plan that divides neither the model nor its sequences, None if none is known."""
+
+
+def fastest_equal_plan(search: Callable[[Callable[[Plan], None]], Plan], check: Callable[[Plan], None]) -> Plan:
+    """Returns the fastest plan that the check does not refuse. `search` returns the fastest of the plans for which a
+    function raises no `InputError`. Ranks that run already call this together."""
+    unequal = UnequalDivisions()
+    while True:
+        plan = search(unequal)
+        try:
+            check(plan)
+            return plan
+        except UnequalPlan as error:
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                say(f"{error}; auto takes the next best plan")
+            unequal.add(plan)
 
 
 def check_here(

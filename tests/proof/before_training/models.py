@@ -79,3 +79,8 @@ def scale_gradients_of_divided_models(patch: Any) -> None:
         return update(session)
 
     patch.setattr(Session, "_update", wrong_update)
+
+
+def samples() -> list[tuple[Tensor, int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(8, generator=generator), number % 3) for number in range(16)]
