@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 
 from meshwright.batch import at_least_fp32
-from meshwright.compat.lightning.automatic_plan import choose_plan
+from meshwright.compat.lightning.automatic_plan import check_before_training, choose_plan
 from meshwright.compat.lightning.checkpoint_folder import (
     is_checkpoint_folder,
     load_folder,
@@ -62,13 +62,20 @@ class MeshwrightStrategy(DDPStrategy):
     `checkpoint_format` is the format in which checkpoints are saved: `lightning`, one file with whole tensors, or
     `meshwright`, a folder of which each rank writes its part. Checkpoints of both formats are loaded. `options` are
     those of `DDPStrategy` that are not about DDP: `cluster_environment`, `process_group_backend`, `timeout` and others.
+    With `check`, a plan that trains another model than one device is refused before the first step.
     """
 
     def __init__(
-        self, plan: PlanArgument = None, *, checkpoint_format: CheckpointFormat = "lightning", **options: Any
+        self,
+        plan: PlanArgument = None,
+        *,
+        checkpoint_format: CheckpointFormat = "lightning",
+        check: bool = True,
+        **options: Any,
     ) -> None:
         check_format(checkpoint_format)
         check_options(options)
+        self._checks = check
         self._plan_argument = plan
         self._precision_flag = "32-true"
         self._plan: Plan | None = None
@@ -142,6 +149,8 @@ class MeshwrightStrategy(DDPStrategy):
                 f"the plan ({plan.summary()}) has shares, but {type(module).__name__}.training_step takes"
                 " dataloader_iter, so that the share of its batch is not known: let it take batch"
             )
+        if self._checks and trainer.state.fn == TrainerFn.FITTING:
+            check_before_training(module, trainer.fit_loop._data_source.dataloader(), plan, self.root_device.type)
         return ModuleParts(module, plan, self.root_device, self.world_size, in_parts=not module.automatic_optimization)
 
     @property
@@ -164,7 +173,7 @@ class MeshwrightStrategy(DDPStrategy):
             argument = None
             if trainer.state.fn == TrainerFn.FITTING:
                 loader = trainer.fit_loop._data_source.dataloader()
-                argument = choose_plan(self.lightning_module, loader, self.root_device.type)
+                argument = choose_plan(self.lightning_module, loader, self.root_device.type, checks=self._checks)
         plan_decides = self._plan_argument is not None and self._plan_argument != "auto"
         plan = plan_of_argument(argument, self.world_size, self._precision_flag, plan_decides=plan_decides)
         if self._layer_sync is not None:  # Trainer(sync_batchnorm=True)

@@ -84,7 +84,7 @@ def _is_table(key: str, value: Any) -> bool:
 def _version(value: Any) -> Any:
     if isinstance(value, Tensor):
         return id(value), value._version
-    if isinstance(value, list | tuple | dict):
+    if type(value) in (list, tuple, dict):  # a class derived of them, such as Lightning's, is a leaf of its own
         return [_version(leaf) for leaf in tree_leaves(value)]
     return value if isinstance(value, int | float | str | bool | None) else id(value)
 
