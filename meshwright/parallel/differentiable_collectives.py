@@ -209,7 +209,9 @@ def reduce_scatter_tensor(x: Tensor, ranges: ShardRanges, group: AxisGroup) -> T
     summed = torch.empty_like(shards[0])
     with _blocked():
         dist.reduce_scatter(summed, shards, group=group.process_group)
-    return summed.narrow(ranges.dim, 0, ranges.length(group.rank))
+    length = ranges.length(group.rank)
+    # Never a view, because the model may write to the result in place, which autograd refuses for views.
+    return summed if length == longest else summed.narrow(ranges.dim, 0, length).clone()
 
 
 def _all_to_all_tensor(x: Tensor, source: ShardRanges, target: ShardRanges, group: AxisGroup) -> Tensor:

@@ -9,8 +9,6 @@ Where two divided tensors do not fit together, as queries and keys in a product,
 of this applies, all are, and every rank computes the same: right for any function, but undivided.
 """
 
-import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,52 +22,25 @@ from meshwright.parallel.context.sequence_view import (
     is_sequence_view,
     local_part,
 )
-from meshwright.parallel.tensor.dispatch import (
-    AUTOGRAD,
-    METADATA,
-    function_name,
-    prepare_views,
-    python_implementation,
-    wrap_results,
-)
+from meshwright.parallel.tensor.dispatch import dispatch_by_rules, wrap_results
 from meshwright.parallel.tensor.local_calls import LocalCall, derive_local_call, run_local_call
-from meshwright.parallel.tensor.outside_dispatch import AUTOGRAD_ENTRIES, call_autograd_function
 from meshwright.parallel.tensor.randomness import call_with_rank_seed
 from meshwright.parallel.tensor.shard_view import ShardView
-from meshwright.parallel.tensor.shared_memory import call_on_gathered, join_memory, note_writes, version
+from meshwright.parallel.tensor.shared_memory import call_on_gathered, note_writes, version
 from meshwright.parallel.torch_private import (
     DisableTorchFunction,
-    DisableTorchFunctionSubclass,
     tree_flatten,
-    tree_map,
 )
 from meshwright.profile.structure.split_rules import CannotSplit
 
 
 def dispatch_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if isinstance(func, types.FunctionType):
-        # Training may have replaced a loss by one that counts its targets, and torch's own one has come here under the
-        # name of the other.
-        func = getattr(func, "__wrapped__", func)
-    name = function_name(func)
-    if name in METADATA and func not in AUTOGRAD_ENTRIES:
-        with DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
-    if name in AUTOGRAD:
-        return call_autograd_function(func, name, args, kwargs)
-    prepare_views(func, name, args, kwargs)
-    if name.startswith("new_"):  # `new_zeros` and the like take only the dtype and the device of the tensor
-        return func(*_replace_views(args, _local_tensor), **kwargs)
-    if name == "view_as" and args[0] is args[1]:  # called with gradients disabled, as in tensor/dispatch.py
-        view = SequenceView(args[0].local_tensor, args[0].spec, tuple(args[0].shape))
-        join_memory(args[0], view)
-        return view
+    return dispatch_by_rules(func, args, kwargs, _call_rule, _call_on_local_tensors)
+
+
+def _call_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rule = RULES.get(func)
-    if rule is not None and (result := rule(*args, **kwargs)) is not NotImplemented:
-        return result
-    if isinstance(func, types.FunctionType) and "__class__" not in func.__code__.co_freevars:
-        return python_implementation(func)(*args, **kwargs)
-    return _call_on_local_tensors(func, args, kwargs)
+    return NotImplemented if rule is None else rule(*args, **kwargs)
 
 
 # ---- on local tensors
@@ -151,16 +122,6 @@ def _run(local_call: LocalCall, func: Any, leaves: list[Any], kept: list[Sequenc
 
 def _is_view(tree: Any) -> bool:
     return isinstance(tree, ShardView)
-
-
-def _replace_views(tree: Any, replacement: Callable[[SequenceView], Any]) -> Any:
-    return tree_map(
-        lambda leaf: replacement(leaf) if isinstance(leaf, SequenceView) else leaf, tree, is_leaf=is_sequence_view
-    )
-
-
-def _local_tensor(view: SequenceView) -> Tensor:
-    return view.local_tensor
 
 
 SequenceView.handler = staticmethod(dispatch_function)

@@ -57,41 +57,59 @@ _NAMES = {
     "autograd": "register_hook retain_grad grad_fn register_post_accumulate_grad_hook requires_grad_ requires_grad "
     "is_leaf",
 }
-METADATA, AUTOGRAD = (frozenset(names.split()) for names in _NAMES.values())
+METADATA, _AUTOGRAD = (frozenset(names.split()) for names in _NAMES.values())
 _RULES: dict[Any, Callable[..., Any]] = {**PRODUCTS, **VOCABULARY}
+Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # of a function with its arguments
 
 
 def dispatch_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return dispatch_by_rules(func, args, kwargs, _call_rule, _call_on_local_tensors)
+
+
+def dispatch_by_rules(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call_rule: Call, call_on_local_tensors: Call
+) -> Any:
+    """Runs a function that is given shard views. `call_rule` returns NotImplemented if the function has no rule of its
+    own; `call_on_local_tensors` runs every other function that torch does not implement in Python."""
+    if isinstance(func, types.FunctionType):
+        # Training may have replaced a loss by one that counts its targets, and torch's own one has come here under the
+        # name of the other.
+        func = getattr(func, "__wrapped__", func)
     name = function_name(func)
     if name in METADATA and func not in AUTOGRAD_ENTRIES:
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    if name in AUTOGRAD:
+    if name in _AUTOGRAD:
         return call_autograd_function(func, name, args, kwargs)
-    prepare_views(func, name, args, kwargs)
+    _prepare_views(func, name, args, kwargs)
     if name.startswith("new_"):  # `new_zeros` and the like take only the dtype and the device of the tensor
         return func(*_replace_views(args, _local_tensor), **kwargs)
     if name == "view_as" and args[0] is args[1]:
         # Autograd functions that return their input (FSDP2's hooks do) call this with gradients disabled. A new view of
         # the same local tensor keeps its gradient.
-        view = ShardView(args[0].local_tensor, args[0].spec, tuple(args[0].shape))
+        view = type(args[0])(args[0].local_tensor, args[0].spec, tuple(args[0].shape))
         join_memory(args[0], view)
         return view
-    rule = _RULES.get(func)
-    if rule is not None:
-        try:
-            result = rule(*args, **kwargs)
-        except CannotSplit as reason:
-            return _gather_or_raise(func, args, kwargs, reason)
-        if result is not NotImplemented:
-            return result
+    result = call_rule(func, args, kwargs)
+    if result is not NotImplemented:
+        return result
     # A function that uses `super()` would come back here under its own name: it runs on the local tensors instead.
     if isinstance(func, types.FunctionType) and "__class__" not in func.__code__.co_freevars:
-        return python_implementation(func)(*args, **kwargs)
-    return _call_on_local_tensors(func, args, kwargs)
+        return _python_implementation(func)(*args, **kwargs)
+    return call_on_local_tensors(func, args, kwargs)
 
 
-def prepare_views(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _call_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    rule = _RULES.get(func)
+    if rule is None:
+        return NotImplemented
+    try:
+        return rule(*args, **kwargs)
+    except CannotSplit as reason:
+        return _gather_or_raise(func, args, kwargs, reason)
+
+
+def _prepare_views(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Called before a function uses shard views: makes them show what was written into their memory, and raises an
     `InputError` if no rule states what the function does."""
     views = shard_views(args, kwargs)
@@ -107,7 +125,7 @@ def function_name(func: Any) -> str:
 
 
 @cache
-def python_implementation(func: types.FunctionType) -> types.FunctionType:
+def _python_implementation(func: types.FunctionType) -> types.FunctionType:
     """Returns a copy of a torch function that is implemented in Python. The copy does not dispatch itself to
     `__torch_function__`; the torch functions that it calls are dispatched as usual."""
     no_dispatch = {name: _return_false for name in func.__globals__ if name.startswith("has_torch_function")}

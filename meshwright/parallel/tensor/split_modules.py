@@ -130,8 +130,9 @@ def _checked_group(group: SplitGroup, axis: str, plan: Plan) -> CoupledSplits:
     columns evenly. A vocabulary of any size can be split."""
     ranks = getattr(plan.axes, axis)
     vocabulary = tuple(split.module for split in group.splits if split.kind == "vocabulary")
+    gathered = tuple(split.module for split in group.splits if split.communication == "all_gather")
     if vocabulary or group.degree % ranks == 0 or axis == "replicate":
-        return CoupledSplits(group.splits, axis, vocabulary if axis == "replicate" else ())
+        return CoupledSplits(group.splits, axis, (*gathered, *(vocabulary if axis == "replicate" else ())))
     parts = f"can be split into {group.degree} equal parts"
     if group.heads is not None:
         key_value = "" if group.kv_heads in (None, group.heads) else f" and {group.kv_heads} key-value heads"
