@@ -213,9 +213,10 @@ class _Drawing:
 @cache
 def _path(start: str, ends: tuple[str, ...]) -> tuple[str, ...] | None:
     """The layouts of a shortest way from one layout to one of others; None if there is no way."""
-    paths, seen = [(start,)], {start}
+    paths: list[tuple[str, ...]] = [(start,)]
+    seen = {start}
     while paths:
-        longer = []
+        longer: list[tuple[str, ...]] = []
         for path in paths:
             if path[-1] in ends:
                 return path

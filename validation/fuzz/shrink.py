@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from validation.fuzz.program import Case, with_place
 from validation.fuzz.render import is_consistent
@@ -40,7 +41,13 @@ def _class_of(reason: str) -> str:
 
 def _smaller_cases(case: Case) -> Iterator[Case]:
     """Simpler cases, those that leave out most first."""
-    simple = {"optimizer": "SGD", "loss": "mean", "door": "share", "clip_norm": None, "last_batch": case.batch}
+    simple: dict[str, Any] = {
+        "optimizer": "SGD",
+        "loss": "mean",
+        "door": "share",
+        "clip_norm": None,
+        "last_batch": case.batch,
+    }
     changes = {name: value for name, value in simple.items() if getattr(case, name) != value}
     if len(changes) > 1:
         yield replace(case, **changes)

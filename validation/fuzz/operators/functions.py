@@ -107,7 +107,7 @@ _add("checkpoint reentrant", "{y} = {x} + torch.utils.checkpoint.checkpoint(torc
 _add("vmap", "{y} = torch.func.vmap(lambda row: row * {c} + row.tanh())({x})")
 _add(
     "vmap over positions",
-    "{y} = {x} + torch.func.vmap(lambda row: row - row.mean(), in_dims=1, out_dims=1)({x})",
+    "{y} = {x} + torch.func.vmap(lambda row: row - row.mean(-1, keepdim=True), in_dims=1, out_dims=1)({x})",
     takes=("BLD",),
 )
 _add("grad of a function", "{y} = {x} + torch.func.grad(lambda z: (z.tanh() ** 2).sum())({x})")

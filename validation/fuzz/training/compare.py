@@ -17,8 +17,8 @@ def difference(expected: Training, losses: tuple[float, ...], state: Mapping[str
     if len(losses) != len(expected.losses):
         return math.inf, f"{len(losses)} losses instead of {len(expected.losses)}"
     scale = max(map(abs, expected.losses))
-    for step, (value, wanted) in enumerate(zip(losses, expected.losses, strict=True)):
-        worst = max(worst, (_relative(abs(value - wanted), scale), f"the loss of step {step}"))
+    for step, (value, loss) in enumerate(zip(losses, expected.losses, strict=True)):
+        worst = max(worst, (_relative(abs(value - loss), scale), f"the loss of step {step}"))
     if set(state) != set(expected.state):
         return math.inf, f"other names: {sorted(set(state) ^ set(expected.state))}"
     for name, wanted in expected.state.items():

@@ -88,7 +88,7 @@ def _one_position_late(original: Any) -> Any:
 def _reversed_shards(original: Any) -> Any:
     def concatenate(shards: Any, ranges: Any) -> Tensor:
         is_even = len({shard.shape for shard in shards}) == 1
-        return original(shards[::-1] if is_even else shards, ranges)  # type: ignore[no-any-return]
+        return original(shards[::-1] if is_even else shards, ranges)
 
     return concatenate
 
@@ -160,7 +160,7 @@ def _pointwise(*names: str) -> Change:
 
     def change(original: Any) -> Any:
         def handle(func: Any, args: Any, kwargs: Any) -> Any:
-            view = args[0] if args else None
+            view: Any = args[0] if args else None
             spec = getattr(view, "spec", None)
             if spec is None or getattr(func, "__name__", "") not in names or any(map(_is_view, args[1:])):
                 return original(func, args, kwargs)

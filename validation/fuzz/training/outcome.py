@@ -89,8 +89,8 @@ def _compare(case: Case, expected: Training, folder: Path, pools: Pools, fault: 
             name: torch.from_numpy(value) if value.shape else torch.tensor(value)
             for name, value in result.state.items()
         }
-        error, where = difference(expected, result.losses, state)
-        worst = max(worst, (error, f"{where} on rank {rank}"))
+        off, where = difference(expected, result.losses, state)
+        worst = max(worst, (off, f"{where} on rank {rank}"))
     if worst[0] <= TOLERANCE:
         return Outcome("equal", error=worst[0])
     return Outcome("wrong", f"{worst[1]} is off by {worst[0]:.2g}", worst[0])
