@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from meshwright.launch.heartbeat import Heartbeat, describe_progress, heartbeat_file, read_heartbeat
 from meshwright.launch.stall.collection import Collection, Finding
+from meshwright.launch.stall.departure import Departure, find_departure, tell_departure
 from meshwright.launch.stall.position import find_position, stack_of
 from meshwright.launch.stall.process_state import describe_process
 from meshwright.launch.stall.record import record_of_thread
@@ -99,6 +100,15 @@ class Watchdog:
                 time.sleep(_ASKED_POLL_S)
             return self._collection(self._collections).wait_for_finding()
         return None
+
+    def leave(self, steps: int, error: str | None) -> None:
+        """Tells the other ranks that this one has left its loop, and lets the thread end."""
+        tell_departure(self._store, Departure(self._world.rank, steps, error))
+        self.stop()
+
+    def departure(self, *, waits: bool) -> Departure | None:
+        """Returns that another rank has left its loop; None if none has. With `waits`, one may still be leaving."""
+        return find_departure(self._store, self._world.rank, self._world.size, waits=waits)
 
     def stop(self) -> None:
         """Lets the thread end. Does not wait for it."""

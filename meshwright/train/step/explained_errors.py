@@ -3,19 +3,22 @@ Under `meshwright train`, launch/rank.py does the same."""
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from weakref import finalize, ref
 
 from meshwright.errors import CollectiveError
-from meshwright.launch.communication_errors import explain_communication_error
+from meshwright.launch.communication_errors import communication_error, explain_communication_error
 from meshwright.launch.heartbeat import Heartbeat, describe_progress
 from meshwright.launch.stall.collection import Finding
+from meshwright.launch.stall.departure import Departure, describe_departure
 from meshwright.launch.stall.out_of_memory import describe_out_of_memory, is_out_of_memory
 from meshwright.launch.stall.watchdog import Watchdog, make_watchdog
 from meshwright.launch.torch_private import default_store
 from meshwright.launch.world import World
+from meshwright.user_code import describe_error
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -31,22 +34,59 @@ class Explainer:
         self._watchdog: Watchdog | None = make_watchdog(
             world, world.store or default_store(), heartbeat, timeout_s, _warn, _print
         )
+        self._progress = _Progress()
         if self._watchdog is not None:
-            finalize(self, self._watchdog.stop)
+            finalize(self, _leave, self._watchdog, self._progress)
             _explain_uncaught(self)
 
+    def note_steps(self, steps: int) -> None:
+        """Notes how many steps the session has made, which other ranks are told when this one leaves its loop."""
+        self._progress.steps = steps
+
+    def note_failure(self, error: BaseException) -> None:
+        """Notes the error that ends the program."""
+        self._progress.error = describe_error(error)
+
     def explain(self, error: BaseException) -> CollectiveError | None:
-        """Returns an error that says which rank is stuck; None if the error has nothing to do with communication."""
+        """Returns an error that says which rank is stuck or has left; None if the error has nothing to do with
+        communication."""
         if self._watchdog is None:
             return None
-        return explain_communication_error(
+        is_known = isinstance(error, CollectiveError) or communication_error(error) is not None
+        left = self._watchdog.departure(waits=False) if is_known else None
+        if left is not None:
+            return self._departure_error(left)
+        explained = explain_communication_error(
             error, self._world, self._heartbeat, self._timeout_s, self._heartbeat.folder, self._watchdog
+        )
+        if explained is None or explained.report is not None:
+            return explained
+        left = self._watchdog.departure(waits=True)  # its connections may be closed before it can say that it leaves
+        return explained if left is None else self._departure_error(left)
+
+    def _departure_error(self, left: Departure) -> CollectiveError:
+        steps, heartbeat = self._progress.steps, self._heartbeat
+        is_in_step = heartbeat.step >= steps
+        return CollectiveError(
+            describe_departure(left, self._world.rank, steps, heartbeat.activity, is_in_step=is_in_step)
         )
 
     def add_memory(self, error: Exception) -> None:
         """Adds to an error about full memory which rank it is, where it was, and what was in memory by kind."""
         where = describe_progress(self._heartbeat.step, self._heartbeat.activity)
         error.add_note(f"rank {self._world.rank}{where}: {describe_out_of_memory(error, self._heartbeat)}")
+
+
+@dataclass
+class _Progress:
+    """How far the loop of a session is, which is still known when the session is gone."""
+
+    steps: int = 0
+    error: str | None = None
+
+
+def _leave(watchdog: Watchdog, progress: _Progress) -> None:
+    watchdog.leave(progress.steps, progress.error)
 
 
 class Explaining(Protocol):
@@ -93,6 +133,8 @@ def _explain_uncaught(explainer: Explainer) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
         explainer = weak()
+        if explainer is not None:
+            explainer.note_failure(error)
         if explainer is not None and not isinstance(error, CollectiveError) and not hasattr(error, "__notes__"):
             explained = explainer.explain(error)
             if explained is not None:

@@ -233,6 +233,8 @@ class OwnLoop:
             self._forward_passes = 0
             self.steps += 1
             self._parallel.align_buffers()
+        if self.explainer is not None:
+            self.explainer.note_steps(steps)
         if self._weight_copies is not None:
             self._weight_copies.after_step(steps)
 

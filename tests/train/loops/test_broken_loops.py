@@ -1,18 +1,24 @@
-"""Loops whose own code breaks the promise that ranks train one model: weights that one rank changes."""
+"""Loops whose own code breaks the promise that ranks train one model: weights that one rank changes, and ranks that
+leave the loop after different numbers of steps."""
 
-from collections.abc import Callable
+import gc
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 import meshwright as mw
-from meshwright.errors import InputError
+from meshwright.errors import CollectiveError, InputError
 from meshwright.train.loop_checks.copies import EVERY_STEPS
 from meshwright.train.session import Session
-from tests.ranks import RankPool
+from tests.ranks import RankFailure, RankPool
 
 PLANS: dict[str, dict[str, Any]] = {
     "replicate": {"axes": {"replicate": 2}},
@@ -105,3 +111,58 @@ def test_loops_that_call_backward(two: RankPool) -> None:
     for message in two.run(own_loop):
         assert message.startswith("3.weight")
         assert "of rank 1 differ from those of rank 0, at step 4" in message
+
+
+# ---- ranks that make different numbers of steps
+
+
+class Endless(IterableDataset[Any]):
+    """A stream that ends after 20 samples on rank 1."""
+
+    def __init__(self, rank: int) -> None:
+        self.samples = 20 if rank == 1 else 40
+
+    def __iter__(self) -> Iterator[Any]:
+        rows = batch(0, 0)
+        return ((rows[0][0], rows[1][0]) for _ in range(self.samples))
+
+
+def leave_early(rank: int, size: int, plan: str, cause: str, folder: Path) -> None:
+    """Rank 1 makes 5 steps, and rank 0 waits for it in the sixth. Writes the message of rank 0."""
+    session = new_session(plan)
+    place = session.parallel.position.data_rank
+    if cause == "stream":
+        batches: Any = session.batches(Endless(rank), 1, 4)
+    elif cause == "prepared stream":
+        batches = session.prepare(DataLoader(Endless(rank), batch_size=4))
+    else:
+        batches = (batch(step, place) for step in range(10))
+    try:
+        for item in batches:
+            if cause == "break" and rank == 1 and session.steps == 5:
+                break
+            session.step(item)
+    except CollectiveError as error:
+        (folder / str(rank)).write_text(str(error))
+    del session, batches
+    gc.collect()  # as at the end of a program
+
+
+def message_of_rank_0(folder: Path, plan: str, cause: str) -> str:
+    pool = RankPool(2, timeout_s=30)  # whose ranks are of no use afterwards
+    try:
+        with suppress(RankFailure):
+            pool.run(leave_early, plan, cause, folder)
+    finally:
+        pool.close()
+    return (folder / "0").read_text()
+
+
+@pytest.mark.parametrize(
+    ("plan", "cause"),
+    [("replicate", "stream"), ("replicate", "prepared stream"), ("replicate", "break")],
+)
+def test_a_rank_that_leaves_early_is_named_with_its_steps(tmp_path: Path, plan: str, cause: str) -> None:
+    message = message_of_rank_0(tmp_path, plan, cause)
+    line = r"rank 1 has left its loop after 5 steps, and rank 0 waits for it in step 6 \(\w+\): all ranks must make"
+    assert re.match(line, message), message
