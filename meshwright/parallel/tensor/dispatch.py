@@ -95,7 +95,7 @@ def dispatch_by_rules(
         return result
     # A function that uses `super()` would come back here under its own name: it runs on the local tensors instead.
     if isinstance(func, types.FunctionType) and "__class__" not in func.__code__.co_freevars:
-        return _python_implementation(func)(*args, **kwargs)
+        return python_implementation(func)(*args, **kwargs)
     return call_on_local_tensors(func, args, kwargs)
 
 
@@ -125,7 +125,7 @@ def function_name(func: Any) -> str:
 
 
 @cache
-def _python_implementation(func: types.FunctionType) -> types.FunctionType:
+def python_implementation(func: types.FunctionType) -> types.FunctionType:
     """Returns a copy of a torch function that is implemented in Python. The copy does not dispatch itself to
     `__torch_function__`; the torch functions that it calls are dispatched as usual."""
     no_dispatch = {name: _return_false for name in func.__globals__ if name.startswith("has_torch_function")}
