@@ -25,6 +25,7 @@ from meshwright.proof.before_training.reduction import (
 )
 from meshwright.proof.before_training.stand_in_loss import TARGET, stand_in_loss, with_target
 from meshwright.proof.before_training.training import Training
+from meshwright.proof.before_training.vocabulary import large_vocabularies
 from meshwright.proof.reference.groups import choose_grouping
 from meshwright.proof.reference.reference import Reference
 from meshwright.proof.reference.reference_setup import build_setup
@@ -33,11 +34,12 @@ from meshwright.proof.sample_dataset import SampleDataset
 from meshwright.user_code import first_line
 
 STEPS = 2  # the second one starts from weights that the plan has updated
+_ONE_STEP_WEIGHTS = 5 * 10**6  # of a model for which one step is compared, because each takes long
 _ENOUGH_S = 6.0  # a check that is estimated to take no longer is not made smaller
 _MOST_S = 90.0  # one that is estimated to take longer, however small, is not made
 _FLOPS_PER_S = {"cpu": 8e9, "cuda": 1e12}  # in fp64, of one core or one GPU
 _PASSES = 2.5  # each step is computed by the ranks and by the reference, and tried once
-_S_PER_WEIGHT = 1.5e-7  # to write, read and compare a weight, its gradient and its optimizer state in one step
+_S_PER_WEIGHT = 4e-7  # to write, read and compare a weight, its gradient and its optimizer state in one step
 _BYTES_PER_WEIGHT = 8 * 4  # of a copy of the model in fp64, with gradients and an optimizer's state
 _LENGTH = 64  # to which sequences and images are cut
 
@@ -107,8 +109,9 @@ def _reductions(
     whole = Reduction()
     candidates = [whole, blocks]
     if step is None or _seconds(training, plan, blocks, blocks, step, device) > _ENOUGH_S:
-        candidates.append(replace(blocks, lengths=_shorter_lengths(training, plan, blocks)))
-        candidates.append(replace(whole, lengths=candidates[-1].lengths))
+        shorter = replace(blocks, lengths=_shorter_lengths(training, plan, blocks))
+        vocabularies = large_vocabularies(training.model)
+        candidates += [shorter, replace(whole, lengths=shorter.lengths), replace(shorter, vocabularies=vocabularies)]
     estimates = {id(item): _seconds(training, plan, item, blocks, step, device) for item in candidates}
     enough = [item for item in candidates if estimates[id(item)] <= _ENOUGH_S]
     rest = sorted((item for item in candidates if item not in enough), key=lambda item: estimates[id(item)])
@@ -121,7 +124,7 @@ def _seconds(
     training: Training, plan: Plan, item: Reduction, traced: Reduction, step: FakeStep | None, device: torch.device
 ) -> float:
     """Estimates how long the check takes, from the FLOPs of the `step` that was traced under another reduction."""
-    weights = parameter_count(training.model, item.removed)
+    weights = parameter_count(training.model, item.removed, item.vocabularies)
     flops = step.flops if step else 0.0
     flops *= weights / max(1, parameter_count(training.model, traced.removed))
     for size, shorter in item.lengths.items():
@@ -132,7 +135,9 @@ def _seconds(
 
 def _fits(training: Training, plan: Plan, item: Reduction) -> bool:
     """Whether the ranks' copies of the model and those of the reference fit into the memory of this machine."""
-    needed = parameter_count(training.model, item.removed) * _BYTES_PER_WEIGHT * (plan.world_size + 2)
+    needed = (
+        parameter_count(training.model, item.removed, item.vocabularies) * _BYTES_PER_WEIGHT * (plan.world_size + 2)
+    )
     return needed < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -156,7 +161,8 @@ def make_request(training: Training, plan: Plan, decision: Decision) -> ProofReq
         batch, loss = with_target(batch, batch_size(batch)), stand_in_loss
         target = TARGET if isinstance(batch, dict) else None
     samples = samples_of_check(plan)
-    data = SampleDataset(batch, STEPS * samples)
+    steps = STEPS if parameter_count(small.model) <= _ONE_STEP_WEIGHTS else 1
+    data = SampleDataset(batch, steps * samples)
     user_model = UserModel(
         model=small.model,
         optimizer=small.optimizer,
@@ -170,7 +176,7 @@ def make_request(training: Training, plan: Plan, decision: Decision) -> ProofReq
         timeout_s=small.timeout_s,
     )
     smaller = reduced_plan(plan, training.model, decision.reduction)
-    return ProofRequest(user_model, smaller, STEPS, decision.reduction.dtype)
+    return ProofRequest(user_model, smaller, steps, decision.reduction.dtype)
 
 
 def _try(request: ProofRequest, device: torch.device) -> None:

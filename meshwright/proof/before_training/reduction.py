@@ -13,6 +13,7 @@ from meshwright.plan import Plan
 from meshwright.profile.equal_blocks import EqualBlocks, find_equal_blocks
 from meshwright.profile.fake import batch_size
 from meshwright.proof.before_training.training import Training
+from meshwright.proof.before_training.vocabulary import narrow_tokens, narrow_vocabulary
 from meshwright.proof.torch_private import tree_map
 from meshwright.train.step.optimizer import rebuild_optimizer
 
@@ -20,21 +21,26 @@ from meshwright.train.step.optimizer import rebuild_optimizer
 @dataclass(frozen=True)
 class Reduction:
     """What a check leaves out. `removed` are the names of blocks that the model is checked without. `lengths` maps the
-    sizes of dimensions of the batch to smaller ones. `dtype` is the precision of the comparison."""
+    sizes of dimensions of the batch to smaller ones, and `vocabularies` those of vocabularies. `dtype` is the
+    precision of the comparison."""
 
     removed: tuple[str, ...] = ()
     lengths: Mapping[int, int] = field(default_factory=dict)
     dtype: str = "fp64"
+    vocabularies: Mapping[int, int] = field(default_factory=dict)
 
     def to_plain(self) -> dict[str, Any]:
         """The reduction as plain values, to send it to other ranks."""
-        return {"removed": list(self.removed), "lengths": [list(item) for item in self.lengths.items()]} | {
-            "dtype": self.dtype
+        return {
+            "removed": list(self.removed),
+            "lengths": [list(item) for item in self.lengths.items()],
+            "dtype": self.dtype,
+            "vocabularies": [list(item) for item in self.vocabularies.items()],
         }
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> "Reduction":
-        return cls(tuple(values["removed"]), dict(values["lengths"]), values["dtype"])
+        return cls(tuple(values["removed"]), dict(values["lengths"]), values["dtype"], dict(values["vocabularies"]))
 
 
 def series_of(model: nn.Module, removed: tuple[str, ...]) -> tuple[EqualBlocks, ...]:
@@ -63,12 +69,13 @@ def reduced_training(training: Training, reduction: Reduction) -> Training:
     else:
         model = training.build(reduction.removed)
     remove_blocks(model, series_of(training.model, reduction.removed), reduction.removed)
+    narrow_vocabulary(model, reduction.vocabularies)
     for parameter in model.parameters():
         parameter.grad = None
     template_names = {id(p): renamed(name, names) for name, p in training.model.named_parameters()}
     # A template of its own: the given optimizer holds the parameters of the given model.
     optimizer = rebuild_optimizer(training.optimizer, template_names, dict(model.named_parameters()))
-    batch = shortened(training.sample_batch, reduction.lengths)
+    batch = narrow_tokens(shortened(training.sample_batch, reduction.lengths), reduction.vocabularies)
     return replace(training, model=model, optimizer=optimizer, sample_batch=batch, build=None)
 
 
@@ -138,10 +145,18 @@ def shortened(batch: Any, lengths: Mapping[int, int]) -> Any:
     return tree_map(shorten, batch) if lengths else batch
 
 
-def parameter_count(model: nn.Module, removed: tuple[str, ...] = ()) -> int:
-    """The number of weights of the model without the removed blocks."""
+def parameter_count(
+    model: nn.Module, removed: tuple[str, ...] = (), vocabularies: Mapping[int, int] | None = None
+) -> int:
+    """The number of weights of the model without the removed blocks, and with small vocabularies."""
     skipped = {id(p) for name in removed for p in model.get_submodule(name).parameters()}
-    return sum(p.numel() for p in model.parameters() if id(p) not in skipped)
+    sizes = vocabularies or {}
+
+    def count(parameter: nn.Parameter) -> int:
+        rows = parameter.shape[0] if parameter.dim() == 2 else 0
+        return parameter.numel() * sizes.get(rows, rows) // rows if rows else parameter.numel()
+
+    return sum(count(p) for p in model.parameters() if id(p) not in skipped)
 
 
 def longest_sizes(batch: Any, longer_than: int) -> list[int]:

@@ -13,6 +13,7 @@ from meshwright.proof.before_training.reduction import (
     removable_blocks,
     shortened,
 )
+from meshwright.proof.before_training.vocabulary import large_vocabularies, narrow_tokens, narrow_vocabulary
 from tests.proof.before_training.models import Blocks, training
 
 PIPELINE = Plan.model_validate(
@@ -66,3 +67,27 @@ def test_batches_are_cut_in_all_dimensions_but_that_of_samples() -> None:
 
 def test_models_of_other_containers_keep_their_blocks() -> None:
     assert removable_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), Plan()) == ()
+
+
+class Language(nn.Module):
+    """An embedding and a head with the same weight, and a bias of the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vocabulary = 5000
+        self.embedding, self.head = nn.Embedding(5000, 4), nn.Linear(4, 5000)
+        self.head.weight = self.embedding.weight
+
+
+def test_a_large_vocabulary_is_made_small_and_stays_tied() -> None:
+    model = Language()
+    sizes = large_vocabularies(model)
+    assert sizes == {5000: 512}
+    narrow_vocabulary(model, sizes)
+    assert model.head.weight is model.embedding.weight
+    assert (model.vocabulary, model.head.out_features, model.embedding.num_embeddings) == (512, 512, 512)
+    assert model.head(model.embedding(torch.tensor([511]))).shape == (1, 512)
+    tokens = narrow_tokens({"tokens": torch.tensor([4999, 3, -100]), "class": torch.tensor([7])}, sizes)
+    assert tokens["tokens"].tolist() == [4999 % 512, 3, -100]
+    assert tokens["class"].tolist() == [7]
+    assert large_vocabularies(Blocks()) == {}
