@@ -80,7 +80,8 @@ class ListedExperts:
             )
         (rows,) = args
         if self._inputs is None:
-            return (self._results or {})[number].view(*rows.shape[:-1], -1)
+            result = (self._results or {})[number]
+            return result.view(*rows.shape[:-1], result.shape[-1])  # -1 would be ambiguous without rows
         if number in self._inputs:
             raise InputError(
                 f"expert {number} of {self._name or 'the model'} is called twice in a forward pass, but experts that"
