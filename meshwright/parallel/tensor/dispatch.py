@@ -7,6 +7,7 @@ Where none of this applies, shards of the sequence or of the vocabulary are gath
 error that tells the user which module to leave whole.
 """
 
+import threading
 import types
 from collections.abc import Callable
 from functools import cache
@@ -59,6 +60,7 @@ _NAMES = {
 }
 METADATA, _AUTOGRAD = (frozenset(names.split()) for names in _NAMES.values())
 _RULES: dict[Any, Callable[..., Any]] = {**PRODUCTS, **VOCABULARY}
+_ENTERED = threading.local()  # `functions`: those whose implementations run now in this thread
 Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # of a function with its arguments
 
 
@@ -93,10 +95,22 @@ def dispatch_by_rules(
     result = call_rule(func, args, kwargs)
     if result is not NotImplemented:
         return result
-    # A function that uses `super()` would come back here under its own name: it runs on the local tensors instead.
-    if isinstance(func, types.FunctionType) and "__class__" not in func.__code__.co_freevars:
+    # A function that uses `super()`, or that calls a function which dispatches under the name of the first, would come
+    # back here under its own name: it runs on the local tensors instead.
+    if not isinstance(func, types.FunctionType) or "__class__" in func.__code__.co_freevars or func in _entered():
+        return call_on_local_tensors(func, args, kwargs)
+    _entered().append(func)
+    try:
         return python_implementation(func)(*args, **kwargs)
-    return call_on_local_tensors(func, args, kwargs)
+    finally:
+        _entered().pop()
+
+
+def _entered() -> list[types.FunctionType]:
+    if not hasattr(_ENTERED, "functions"):
+        _ENTERED.functions = []
+    functions: list[types.FunctionType] = _ENTERED.functions
+    return functions
 
 
 def _call_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -18,7 +18,11 @@ from meshwright.errors import InputError
 from meshwright.parallel.differentiable_collectives import all_gather_tensor, slice_of_rank
 from meshwright.parallel.tensor.shard_view import ShardView, is_shard_view
 from meshwright.parallel.tensor.shared_memory import refresh, watch_copy
-from meshwright.parallel.tensor.torch_private import convert_arguments_outside_dispatch, custom_function_of
+from meshwright.parallel.tensor.torch_private import (
+    convert_arguments_outside_dispatch,
+    custom_function_of,
+    is_transformed,
+)
 from meshwright.parallel.torch_private import tree_map
 from meshwright.user_code import running_line
 
@@ -92,6 +96,12 @@ def refuse_unknown(func: Any, name: str, views: list[ShardView]) -> None:
         raise InputError(
             f"{running_line()} sets an attribute of a tensor that is divided over the {group.size} ranks of the"
             f" {group.axis} axis: make a new tensor instead, or set plan.axes.{group.axis} to 1"
+        )
+    if is_transformed():
+        raise InputError(
+            f"{running_line()} uses a tensor that is divided over the {group.size} ranks of the {group.axis} axis in a"
+            " function that torch.func transforms: pass it to the transformed function as an argument, or set"
+            f" plan.axes.{group.axis} to 1"
         )
     if func in AUTOGRAD_ENTRIES:
         raise InputError(

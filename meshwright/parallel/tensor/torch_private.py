@@ -14,11 +14,13 @@ from meshwright.parallel.torch_private import DisableTorchFunction
 def convert_arguments_outside_dispatch(convert: Callable[[Any], Any]) -> Callable[[], None]:
     """Custom autograd functions and function transforms (`torch.func`) are not dispatched to `__torch_function__`. From
     now on, the arguments that one of them is given are first passed to `convert`. Returns a function that ends this.
-    Functions of torch itself are left out, except reentrant checkpoints."""
+    Functions of torch itself are left out, except those that call the model's code or its hooks."""
     utils, transforms = torch._functorch.utils, torch._functorch.eager_transforms
+    # Functions that transforms call before they begin: collectives cannot run within a transform.
     entries = [
         (torch._functorch.vmap, "_process_batched_inputs"),
-        (transforms, "_wrap_all_tensors"),
+        (transforms, "grad_and_value_impl"),
+        (transforms, "_vjp_with_argnums"),
         (transforms, "_jvp_with_argnums"),
     ]
     unwrap, originals = utils.unwrap_dead_wrappers, [getattr(module, name) for module, name in entries]
@@ -52,6 +54,12 @@ def custom_function_of(tensor: Tensor) -> str:
 
 
 def _is_left_out(function: Any) -> bool:
-    """Whether an autograd function is one of torch itself: those do not compute with what they are given, except that
-    of reentrant checkpoints."""
-    return str(getattr(function, "__module__", "")).startswith("torch.") and function.__name__ != "CheckpointFunction"
+    """Whether an autograd function is one of torch itself: those do not compute with what they are given. Reentrant
+    checkpoints and the hooks of modules on gradients do."""
+    is_torch = str(getattr(function, "__module__", "")).startswith("torch.")
+    return is_torch and function.__name__ not in ("CheckpointFunction", "BackwardHookFunction")
+
+
+def is_transformed() -> bool:
+    """Whether a function transform such as `vmap` runs."""
+    return bool(torch._C._are_functorch_transforms_active())
