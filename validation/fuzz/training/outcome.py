@@ -1,6 +1,7 @@
 """Runs one case in plain PyTorch and under its plan, and says how it ended."""
 
 import json
+import math
 import re
 import shutil
 import tempfile
@@ -16,6 +17,8 @@ from validation.fuzz.training.compare import TOLERANCE, difference
 from validation.fuzz.training.plain import Invalid, Training, train
 from validation.fuzz.training.rank import RankResult, run_case
 
+# The loops of cases change no weights, so a step under the plan has made the ranks' weights differ.
+_DIVERGED = "differ from those of rank"
 _NOISE = 1e-14  # a change of weights that is like rounding
 _AMPLIFIED = 1e-11  # a case that turns the noise into a larger difference cannot be compared to the tolerance
 
@@ -81,6 +84,8 @@ def _compare(case: Case, expected: Training, folder: Path, pools: Pools, fault: 
     if refused:
         if refused[0].when != "parallelize":
             pools.end(case.ranks)  # a rank may have sent what nobody has received
+        if _DIVERGED in refused[0].message:
+            return Outcome("wrong", refused[0].message, error=math.inf, when=refused[0].when)
         names_line = any(re.search(r"program_\d+\.py\D{1,8}\d+", result.message) for result in refused)
         return Outcome("refused", refused[0].message, when=refused[0].when, names_line=names_line)
     worst = (0.0, "")
