@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, Literal
 
 import torch
@@ -73,22 +74,18 @@ class JobPlan:
     prediction: Prediction | None = None
 
 
-class PlanChooser:
-    """Chooses the job's plan for ranks that another launcher has started (`train/launched.py`)."""
+def plan_chooser(job: Job, refuse: CheckPlan | None = None) -> Callable[[Cluster, str], tuple[Plan, str | None]]:
+    """Returns the function that chooses the job's plan for ranks that another launcher has started
+    (`train/launched.py`). `refuse` is that of `plan_of_job`."""
+    calls = count()
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._refuse: CheckPlan | None = None
-
-    def __call__(self, machines: Cluster, resume: str) -> tuple[Plan, str | None]:
-        refuse = self._refuse
-        # A run's stored plan is not taken again if a plan was refused, which may have been this one.
-        chosen = plan_of_job(JobParts(self._job), machines, "auto", "never" if refuse else resume, refuse)
+    def choose(machines: Cluster, resume: str) -> tuple[Plan, str | None]:
+        # Called again, because a plan was refused that may have been the stored one of the run to resume.
+        resumed = resume if next(calls) == 0 else "never"
+        chosen = plan_of_job(JobParts(job), machines, "auto", resumed, refuse)
         return chosen.plan, chosen.line
 
-    def refuse(self, refuse: CheckPlan) -> None:
-        """From now on, leaves out plans for which this function raises an `InputError`."""
-        self._refuse = refuse
+    return choose
 
 
 def plan_of_job(

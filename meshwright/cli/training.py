@@ -26,7 +26,7 @@ def train_as_rank(
 ) -> dict[str, Any] | None:
     """Trains as a rank that a launcher has started. Returns the result on rank 0 of a finished run. With `unproved`,
     the plan is not checked before."""
-    from meshwright.auto.choose import PlanChooser, plan_of_job
+    from meshwright.auto.choose import plan_chooser, plan_of_job
     from meshwright.cluster.detect import find_cluster
     from meshwright.proof.before_training.job import CheckInWorld
     from meshwright.train.job_parts import JobParts
@@ -38,9 +38,9 @@ def train_as_rank(
         return OutOfMemory(str(suggested).replace("\n", "; "))  # a rank's failure is one line
 
     machines = find_cluster(cluster or job.cluster)
-    choice = PlanChooser(job) if plan == "auto" else plan
-    check = None if unproved else CheckInWorld()
-    result = train_as_launched_rank(job, choice, machines, resume, record, suggest, check)
+    check = CheckInWorld()
+    choice = plan_chooser(job, check.refused) if plan == "auto" else plan
+    result = train_as_launched_rank(job, choice, machines, resume, record, suggest, None if unproved else check)
     if result is not None:
         _store_page_values(job, machines, Path(result["run"]))
     return result

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 
@@ -31,25 +31,12 @@ from meshwright.train.output.folder import LockedRun, RunFolder, lock_run_folder
 from meshwright.train.output.remote_run import local_run
 from meshwright.train.rank import train_rank
 
+ChoosePlan = Callable[[Cluster, str], tuple[Plan, str | None]]
+"""Chooses the plan for a cluster and a run to resume (`lock_run_folder`). Also returns a line that says why. If
+`CheckPlan` has refused its plan, it is called again, and chooses another one."""
 
-class ChoosePlan(Protocol):
-    """Chooses the plan for a cluster and a run to resume (`lock_run_folder`). Also returns a line that says why."""
-
-    def __call__(self, machines: Cluster, resume: str) -> tuple[Plan, str | None]: ...
-
-    def refuse(self, refuse: Callable[[Plan], None]) -> None:
-        """From now on, leaves out plans for which this function raises an `InputError`."""
-
-
-class CheckPlan(Protocol):
-    """Checks the plan of a job in the ranks of the world, and raises `UnequalPlan` on all of them. `refused` is then
-    what `ChoosePlan.refuse` gets."""
-
-    def __call__(self, job: Job, plan: Plan, world: World) -> None: ...
-
-    @property
-    def refused(self) -> Callable[[Plan], None]: ...
-
+CheckPlan = Callable[[Job, Plan, World], None]
+"""Checks the plan of a job in the ranks of the world, and raises `UnequalPlan` on all of them to refuse it."""
 
 SuggestPlan = Callable[[OutOfMemory, Plan, int], OutOfMemory]
 """Adds to the error what was predicted for the plan on so many ranks, and the fastest plan that needs less memory."""
@@ -129,7 +116,7 @@ def train_in_world(
 
 def _is_accepted(job: Job, plan: Plan | ChoosePlan, run: _Run, world: World, check: CheckPlan) -> bool:
     """Returns whether the check accepts the plan of the run. If it does not, the run's folder is removed if it is new.
-    Then a plan that was given raises the error, and the function that chooses plans is told what to leave out."""
+    Then a plan that was given raises the error, and another one is chosen otherwise."""
     try:
         check(job, run.plan, world)
         return True
@@ -142,7 +129,6 @@ def _is_accepted(job: Job, plan: Plan | ChoosePlan, run: _Run, world: World, che
             raise
         if world.rank == 0:
             print(f"{error}; auto takes the next best plan", file=sys.stderr, flush=True)
-        plan.refuse(check.refused)
         return False
 
 

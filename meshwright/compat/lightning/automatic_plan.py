@@ -54,14 +54,14 @@ def choose_plan(module: Any, loader: Any, device: str, *, checks: bool = True) -
         with preserve_generators():
             batch = next(iter(loader))
         with _without_trainer(module):
-            step = _TrainingStep(module, batch)
+            step, global_batch = _TrainingStep(module, batch), loader.batch_size * ranks
 
             def search(refuse: Callable[[Plan], None]) -> Plan:
                 def check(plan: Plan) -> None:
                     check_loop_plan(plan)
                     refuse(plan)
 
-                settings: dict[str, Any] = {"global_batch": loader.batch_size * ranks, "device": device}
+                settings: dict[str, Any] = {"global_batch": global_batch, "device": device}
                 return without_accumulation(best_plan(step, batch, **settings, check=ignoring_accumulation(check)))
 
             def check_here(plan: Plan) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import ray
 import torch.distributed as dist
 
-from meshwright.auto.choose import PlanChooser
+from meshwright.auto.choose import plan_chooser
 from meshwright.cluster.detect import find_cluster
 from meshwright.compat.ray.notes import RunNotes
 from meshwright.compat.ray.request import WorkerRequest
@@ -41,7 +41,8 @@ def train_worker(fields: dict[str, Any]) -> dict[str, Any] | None:
 
 def _train(request: WorkerRequest, notes: RunNotes) -> dict[str, Any] | None:
     job = Job.model_validate(request.job)
-    plan = Plan.model_validate(request.plan) if request.plan else PlanChooser(job)
+    check = CheckInWorld()
+    plan = Plan.model_validate(request.plan) if request.plan else plan_chooser(job, check.refused)
     results: list[dict[str, Any] | None] = []
 
     def main(world: World, heartbeat: Heartbeat) -> None:
@@ -59,7 +60,7 @@ def _train(request: WorkerRequest, notes: RunNotes) -> dict[str, Any] | None:
                 heartbeat,
                 request.record,
                 threads=threads,
-                check=None if request.unproved else CheckInWorld(),
+                check=None if request.unproved else check,
             )
         )
 

@@ -24,16 +24,17 @@ def narrow_vocabulary(model: nn.Module, sizes: Mapping[int, int]) -> None:
     narrowed: dict[int, nn.Parameter] = {}
     kept_alive: list[nn.Parameter] = []  # ids are reused
     for module in model.modules():
-        layer_size = getattr(module, "num_embeddings", getattr(module, "out_features", None))
+        layer_size = getattr(module, "num_embeddings", getattr(module, "out_features", 0))
         for holder in (module, getattr(module, "config", None)):
             for key, value in list(vars(holder).items()) if holder is not None else ():
                 if type(value) is int and value in sizes:
                     setattr(holder, key, sizes[value])
         for key, parameter in list(module._parameters.items()):
-            if parameter is None or not isinstance(module, nn.Embedding | nn.Linear) or layer_size not in sizes:
+            size = sizes.get(layer_size) if isinstance(module, nn.Embedding | nn.Linear) else None
+            if parameter is None or size is None:
                 continue
             if id(parameter) not in narrowed:
-                rows = parameter.detach()[: sizes[layer_size]].clone()
+                rows = parameter.detach()[:size].clone()
                 narrowed[id(parameter)] = nn.Parameter(rows, parameter.requires_grad)
                 kept_alive.append(parameter)
                 narrowed[id(narrowed[id(parameter)])] = narrowed[id(parameter)]

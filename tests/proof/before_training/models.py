@@ -43,6 +43,8 @@ class FollowsBatch(nn.Module):
         self.norm = nn.BatchNorm1d(3)
         self.register_buffer("center", torch.zeros(3))
         self.register_buffer("count", torch.zeros(()))
+        self.center: Tensor
+        self.count: Tensor
         self.last: Any = None
         self.mean: Any = 0.0
 

@@ -1,0 +1,239 @@
+"""Finds models that mix the samples of a batch: what they return for a sample depends on the other samples, on its
+position or on the number of samples. Under a plan that divides batches, ranks and microbatches compute with some of the
+samples only, and train another model.
+
+A copy of the model with random weights runs on a few samples, in fp64 where it can (`rows.py` has the batches). BatchNorm
+and dropout are in evaluation mode, because plans and seeds treat these. A model that draws other random numbers is
+compared in evaluation mode, and in training mode with the same seed for batches of the same size. What has no dimension
+that grows with the samples, such as a loss, is not compared here: `train/loss/trial.py` does that.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.batch import ModelBatch, listed_samples, split_batch
+from meshwright.data.randomness import preserve_generators, seed_generators
+from meshwright.plan import Plan
+from meshwright.profile.fake import batch_size
+from meshwright.proof.before_training.digest import check_digest
+from meshwright.proof.before_training.fake_step import FakeStep, fake_step
+from meshwright.proof.before_training.kept import is_kept, keep
+from meshwright.proof.before_training.mixing.copies import set_mode, with_drawn_weights, without_weights
+from meshwright.proof.before_training.mixing.locate import locate
+from meshwright.proof.before_training.mixing.rows import (
+    Pairs,
+    by_sample,
+    compared_leaves,
+    is_same,
+    replaced_batch,
+    reversed_batch,
+    sample_dims,
+    whole_batch,
+)
+from meshwright.proof.before_training.reduction import (
+    Reduction,
+    longest_sizes,
+    parameter_count,
+    removable_blocks,
+    shortened,
+)
+from meshwright.proof.before_training.training import Training
+from meshwright.proof.before_training.vocabulary import large_vocabularies, narrow_tokens
+from meshwright.proof.torch_private import tree_map
+
+_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4}  # relative to the largest number of a tensor
+_SMALL_FLOPS = 2e9  # of a step of one sample; above this the model is made smaller
+_MOST_FLOPS = 4e10  # a trial with more is not made
+_MOST_WEIGHTS = 2 * 10**8
+_SAMPLES = (16, 3)  # of a trial, for small models and for others
+_LENGTH = 64  # to which sequences and images are cut
+_KEEP_ABOVE_S = 0.5  # trials that take less are made at each start
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """A module that mixes samples, empty for the whole model, and the line that does it; empty if it is not known."""
+
+    module: str
+    line: str
+
+    def __str__(self) -> str:
+        name = f"the module {self.module}" if self.module else "the model"
+        return f"{name} mixes the samples of a batch" + (f" ({self.line})" if self.line else "")
+
+
+def find_mixing(training: Training, device: torch.device) -> Mixing | None:
+    """Returns where the model mixes samples; None if it does not, or if that cannot be tried. Nothing of the training
+    is changed."""
+    if listed_samples(training.sample_batch) is not None:
+        return None
+    begin = time.monotonic()
+    with preserve_generators(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        step = _fake_step_or_none(training)
+        digest = check_digest(training, Plan(), step, f"{device.type}, samples") if step else None
+        if digest is not None and is_kept(digest):
+            return None
+        for trial in _trials(training, step, device):
+            try:
+                mixing = trial.find()
+            except Exception:  # whatever the model's code raises on such a batch, in this precision or without blocks
+                continue
+            seconds = time.monotonic() - begin
+            if mixing is None and digest is not None and seconds > _KEEP_ABOVE_S:
+                keep(digest, "samples are not mixed", 0.0, seconds)
+            return mixing
+    return None
+
+
+def _fake_step_or_none(training: Training) -> FakeStep | None:
+    try:
+        return fake_step(training, Reduction())
+    except Exception:  # code that depends on the values of tensors, which are not there
+        return None
+
+
+def _trials(training: Training, step: FakeStep | None, device: torch.device) -> Iterator["_Trial"]:
+    """Yields trials, the best first: of the whole model if it is small, otherwise of fewer blocks and short sequences.
+    The next one is for models that the last one cannot run."""
+    whole = Reduction()
+    blocks = replace(
+        whole,
+        removed=removable_blocks(training.model, Plan()),
+        vocabularies=large_vocabularies(training.model),
+        lengths={size: _LENGTH for size in longest_sizes(training.sample_batch, _LENGTH)},
+    )
+    is_small = step is not None and step.flops < _SMALL_FLOPS and parameter_count(training.model) < 10**7
+    reductions = [whole] if is_small else [blocks, replace(blocks, lengths={}), replace(blocks, removed=()), whole]
+    weights = max(1, parameter_count(training.model))
+    for reduction in reductions:
+        count = parameter_count(training.model, reduction.removed, reduction.vocabularies)
+        flops = step.flops * count / weights if step and not reduction.lengths else 0.0
+        if count > _MOST_WEIGHTS or flops > _MOST_FLOPS:
+            continue
+        # A loop with a loss of its own may call the model with the whole batch, or without its target.
+        for key in dict.fromkeys((training.target_key, None)):
+            for dtype in _TOLERANCES:
+                yield _Trial(training, reduction, key, dtype, device, _SAMPLES[0 if is_small else 1])
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A model, made small, and how it is run."""
+
+    training: Training
+    reduction: Reduction
+    target_key: str | None
+    dtype: torch.dtype
+    device: torch.device
+    most_samples: int
+
+    def find(self) -> Mixing | None:
+        """Raises whatever the model raises."""
+        model, batch, size = self._model(), self._batch(), self._size
+        other, pairs = reversed_batch(batch, size)
+        first, second = self._run(model, batch, True), self._run(model, other, True)
+        if self._agrees(first, second, pairs, size + 1):
+            return None
+        if self._is_repeated(model, batch, True, first, seed=1):
+            return self._located(model, batch, other, pairs, True)
+        if self._is_repeated(model, batch, True, first, seed=0):  # it draws random numbers
+            replaced, same = replaced_batch(batch, size)
+            dims = [_dim(a, b, (size, size + 1)) for a, b in zip(first, second, strict=True)]
+            if not self._agrees(first, self._run(model, replaced, True), same, size, dims):
+                return Mixing("", "")
+        first, second = self._run(model, batch, False), self._run(model, other, False)
+        if self._agrees(first, second, pairs, size + 1) or not self._is_repeated(model, batch, False, first, seed=1):
+            return None
+        return self._located(model, batch, other, pairs, False)
+
+    @property
+    def _size(self) -> int:
+        samples = batch_size(self.training.sample_batch)
+        return max(2, min(samples, self.most_samples))
+
+    def _model(self) -> nn.Module:
+        model, build = self.training.model, self.training.build
+        if build is not None and any(buffer.is_meta for buffer in model.buffers()):
+            model = build(())
+        empty = without_weights(model, self.reduction.removed)
+        return with_drawn_weights(empty, self.reduction.vocabularies, self.dtype, self.device)
+
+    def _batch(self) -> ModelBatch:
+        """Returns the samples of the trial."""
+        batch = self.training.sample_batch
+        rows = whole_batch(batch, batch_size(batch), self._size)
+        rows = narrow_tokens(shortened(rows, self.reduction.lengths), self.reduction.vocabularies)
+
+        def move(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return value.detach().to(self.device, self.dtype if value.is_floating_point() else None)
+
+        return tree_map(move, rows)
+
+    def _run(self, model: nn.Module, batch: Any, training: bool, seed: int = 0) -> list[Tensor]:
+        """Returns the tensors of the model's output for a batch."""
+        inputs = split_batch(batch, self.target_key)
+        set_mode(model, training)
+        seed_generators(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        try:
+            with torch.enable_grad():
+                return [leaf.detach() for leaf in compared_leaves(model(*inputs.arguments, **inputs.keywords))]
+        finally:
+            with torch.no_grad():
+                for buffer, values in buffers:
+                    buffer.copy_(values)
+
+    def _agrees(
+        self,
+        first: list[Tensor],
+        second: list[Tensor],
+        pairs: Pairs,
+        size: int,
+        dims: list[int | None] | None = None,
+    ) -> bool:
+        """Whether outputs of two batches are the same for the same samples. `size` is the number of samples of the
+        second batch."""
+        sizes = (self._size, size)
+        dims = dims or [_dim(a, b, sizes) for a, b in zip(first, second, strict=True)]
+        for a, b, dim in zip(first, second, dims, strict=True):
+            if dim is None:
+                continue
+            readings = zip(by_sample(a, dim, sizes[0]), by_sample(b, dim, sizes[1]), strict=True)
+            if not any(is_same(x, y, pairs, _TOLERANCES[self.dtype]) for x, y in readings):
+                return False
+        return True
+
+    def _is_repeated(self, model: nn.Module, batch: Any, training: bool, output: list[Tensor], seed: int) -> bool:
+        """Whether the model returns the same for the same batch again."""
+        again = self._run(model, batch, training, seed)
+        pairs = [(0, 0)]
+        return len(again) == len(output) and all(
+            is_same(a[None], b[None], pairs, _TOLERANCES[self.dtype]) for a, b in zip(output, again, strict=True)
+        )
+
+    def _located(self, model: nn.Module, batch: Any, other: Any, pairs: Pairs, training: bool) -> Mixing:
+        sizes = (self._size, self._size + 1)
+        place = locate(
+            model,
+            lambda is_other: self._run(model, other if is_other else batch, training),
+            pairs,
+            sizes,
+            _TOLERANCES[self.dtype],
+        )
+        return Mixing(*place) if place else Mixing("", "")
+
+
+def _dim(first: Tensor, second: Tensor, sizes: tuple[int, int]) -> int | None:
+    """Returns the dimension of samples of an output. None if there is none, and for what compares samples with each
+    other, such as the scores of CLIP, which have two."""
+    dims = sample_dims(first, second, sizes)
+    return dims[0] if len(dims) == 1 else None
