@@ -75,9 +75,9 @@ class WeightCopies:
         parameters = self._parallel.parameters()
         for copies in self._groups:
             local = _checksums([local_tensor(parameters[name]) for name in copies.names]).to(self._parallel.device)
-            of_ranks = local.new_empty(len(copies.ranks) * local.numel())
-            dist.all_gather_into_tensor(of_ranks, local.flatten(), group=copies.group)
-            checksums, ready = of_ranks.view(len(copies.ranks), -1, 2), None
+            of_ranks = [torch.empty_like(local) for _ in copies.ranks]
+            dist.all_gather(of_ranks, local, group=copies.group)
+            checksums, ready = torch.stack(of_ranks), None
             if checksums.is_cuda:
                 on_host = torch.empty_like(checksums, device="cpu", pin_memory=True)
                 checksums, ready = on_host.copy_(checksums, non_blocking=True), torch.cuda.Event()

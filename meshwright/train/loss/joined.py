@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from meshwright.parallel.context.sequence_view import gather_sequence_views
 from meshwright.train.torch_private import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 Across = Callable[[Tensor], tuple[Tensor, int]]
@@ -35,7 +36,7 @@ class JoinedLoss:
         return value * samples
 
     def _outputs_of_all_ranks(self, output: Any) -> Any:
-        leaves, structure = tree_flatten(output)
+        leaves, structure = tree_flatten(gather_sequence_views(output))  # full sequences of this rank's samples
         gathered = [self._gather(leaf) if has else leaf for leaf, has in zip(leaves, self._has_samples, strict=True)]
         return tree_unflatten(gathered, structure)
 
