@@ -249,7 +249,8 @@ def _remember(
             continue
         if aliases is None:
             aliases = plain_aliases(func, leaves, tree)
-        if number < len(aliases) and aliases[number] is not None and leaves[aliases[number]] is view:
+        position = aliases[number] if number < len(aliases) else None
+        if position is not None and leaves[position] is view:
             watch_copy(view, full)
     return tree_unflatten(outputs, output_tree)
 

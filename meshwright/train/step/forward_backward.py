@@ -98,6 +98,7 @@ class ForwardBackward:
         total = self._start_total(examples, global_samples, divide)
         sums: list[Tensor] = []  # the sum of the loss and, if the loss function returns counts, the sum of the counts
         reductions: list[Callable[[], Sequence[Tensor]]] = []
+        counted: list[Any] = []  # by microbatch, what its gradients are divided by
 
         def may_reduce_now(number: int) -> bool:
             """Whether to start reducing the sums before this microbatch's backward pass, to overlap with it. Pipeline
@@ -108,7 +109,12 @@ class ForwardBackward:
             term = self.loss.term_of(result, examples[number][1])
             terms = [term.sum] if term.returned_count is None else [term.sum, term.returned_count]
             sums[:] = [earlier + added for earlier, added in zip(sums, terms, strict=True)] if sums else terms
-            scale = term.weight * ranks / total()
+            # The count of a single microbatch that is the whole global batch is known before its backward pass. Hooks
+            # and custom functions, which need not be linear, then see the gradients that one device has.
+            is_whole = divide and ranks == 1 and len(examples) == 1
+            count = term.returned_count if is_whole else None
+            counted.append(total() if count is None else _nonzero(count))
+            scale = term.weight * ranks / counted[-1]
             if may_reduce_now(number):
                 reductions.append(self._start_reducing(sums))
             self._report("backward")
@@ -126,13 +132,13 @@ class ForwardBackward:
             return loss_sum
         if not returns_count:
             return loss_sum / total()
-        return loss_sum / self._rescale_gradients(total(), count_sum)
+        return loss_sum / self._rescale_gradients(counted[-1] if counted else total(), count_sum)
 
     def _rescale_gradients(self, assumed: Any, count: Tensor) -> Tensor:
         """Corrects the gradients of a loss function that returns its count. The count was not known before the backward
         pass, so the gradients were divided by the count `assumed`; they are multiplied by `assumed` / `count`. Returns
         the count, or 1 if the count is 0 (the gradients are 0 then)."""
-        divisor = (count + (count == 0)).double()  # counts may be integers, whose quotients torch computes in fp32
+        divisor = _nonzero(count).double()  # counts may be integers, whose quotients torch computes in fp32
         factor = torch.as_tensor(assumed / divisor, device=self._device) * (count != 0)
         parameters = self._parallel.module.parameters()
         for gradients in group_by_dtype_and_device(local_tensor(p.grad) for p in parameters if p.grad is not None):
@@ -189,3 +195,8 @@ class ForwardBackward:
             return numbers.unbind
         reduction = self._parallel.sums.start(numbers)
         return lambda: reduction().unbind()
+
+
+def _nonzero(count: Tensor) -> Tensor:
+    """The count, or 1 in the place of 0: the gradients of a batch without targets are 0, not 0/0."""
+    return count + (count == 0)

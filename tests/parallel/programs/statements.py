@@ -45,6 +45,16 @@ class Swish(Function):
         return grads[0] * (sigmoid + x * sigmoid * (1 - sigmoid))
 
 
+class ClippedGradient(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0].clamp(-1e-3, 1e-3)
+
+
 class AddInPlace(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -273,6 +283,42 @@ def scaling_hook(x: Tensor, tokens: Tensor, model: nn.Module) -> Tensor:
 
 
 @statement
+def normalizing_hook(x: Tensor, tokens: Tensor, model: nn.Module) -> Tensor:
+    x = x * 1.0
+    if x.requires_grad:
+        x.register_hook(lambda g: g / (1 + g.norm()))
+    return x
+
+
+@statement
+def custom_gradient(x: Tensor, tokens: Tensor, model: nn.Module) -> Tensor:
+    return ClippedGradient.apply(x)
+
+
+@statement
+def module_hook(x: Tensor, tokens: Tensor, model: nn.Module) -> Tensor:
+    if not hasattr(model, "handle"):
+        norm = model.get_submodule("blocks.1.norms.0")
+        model.handle = norm.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
+    return x
+
+
+@statement
+def max_pool(x: Tensor, tokens: Tensor, model: nn.Module) -> Tensor:
+    return x + F.max_pool1d(x, 3, 1, 1)
+
+
+@statement
+def gradient_of_function(x: Tensor, tokens: Tensor, model: nn.Module) -> Tensor:
+    return x + torch.func.grad(lambda z: (z**3).sum())(x) * 0.5
+
+
+@statement
+def captured_by_vmap(x: Tensor, tokens: Tensor, model: nn.Module) -> Tensor:
+    return x + torch.func.vmap(lambda a: (x * a).mean())(torch.ones(3, dtype=x.dtype)).sum()
+
+
+@statement
 def checkpoint_of_mixing(x: Tensor, tokens: Tensor, model: nn.Module) -> Tensor:
     return checkpoint(lambda a: a + a.flip(1), x, use_reentrant=False)
 
@@ -318,7 +364,7 @@ def set_data(x: Tensor, tokens: Tensor, model: nn.Module) -> Tensor:
     return x
 
 
-REFUSED = {"inner_gradient": "computes gradients", "set_data": "sets an attribute"}
+REFUSED = {"inner_gradient": "computes gradients", "set_data": "sets an attribute", "captured_by_vmap": "transforms"}
 
 
 class Block(nn.Module):
