@@ -27,6 +27,9 @@ from meshwright.proof.torch_private import process_groups
 from meshwright.train.session import Session
 from meshwright.user_code import first_line
 
+# A difference is looked for again with so many times as many samples: with very few, a loss that compares samples may
+# have gradients that consist of rounding errors only.
+MORE_SAMPLES = 8
 PrepareSession = Callable[[Session], None]
 
 
@@ -50,10 +53,13 @@ def check_in_new_ranks(
         decision = decide(training, small, torch.device(available.device))
         if decision.kept or decision.problem:
             return _unchecked(plan, decision)
-        request = replace(make_request(training, small, decision), prepare_session=prepare_session)
         try:
-            with work_folder(None) as folder:
-                proof = prove_in_new_ranks(request, available.device, folder)
+            for times in (1, MORE_SAMPLES):
+                request = replace(make_request(training, small, decision, times), prepare_session=prepare_session)
+                with work_folder(None) as folder:
+                    proof = prove_in_new_ranks(request, available.device, folder)
+                if proof.equal:
+                    break
         except (InputError, RankError) as error:  # what the training itself meets again, or what only the check does
             return _unchecked(plan, replace(decision, problem=first_line(error)))
     return _outcome(plan, decision, proof, time.monotonic() - begin)
@@ -72,9 +78,12 @@ def check_in_running_ranks(
             return _unchecked(plan, decision)
         proof, problem = None, None
         try:
-            request = replace(make_request(training, small, decision), prepare_session=prepare_session)
-            with tempfile.TemporaryDirectory(prefix="meshwright-check-") as folder:
-                proof = prove_in_running_ranks(request, world, Path(folder))
+            for times in (1, MORE_SAMPLES):
+                request = replace(make_request(training, small, decision, times), prepare_session=prepare_session)
+                with tempfile.TemporaryDirectory(prefix="meshwright-check-") as folder:
+                    proof = prove_in_running_ranks(request, world, Path(folder))
+                if broadcast_value(proof is not None and proof.equal):
+                    break
         except InputError as error:  # raised on every rank: the plan cannot run, or not on the small model
             problem = first_line(error)
     outcome = Outcome(None)

@@ -153,14 +153,14 @@ def _shorter_lengths(training: Training, plan: Plan, blocks: Reduction) -> dict[
     return lengths
 
 
-def make_request(training: Training, plan: Plan, decision: Decision) -> ProofRequest:
-    """Returns the request of the proof that checks the training."""
+def make_request(training: Training, plan: Plan, decision: Decision, times: int = 1) -> ProofRequest:
+    """Returns the request of the proof that checks the training, with so many times as many samples as usual."""
     small = reduced_training(training, decision.reduction)
     batch, loss, target = small.sample_batch, small.loss, small.target
     if not decision.has_loss:
         batch, loss = with_target(batch, batch_size(batch)), stand_in_loss
         target = TARGET if isinstance(batch, dict) else None
-    samples = samples_of_check(plan)
+    samples = times * samples_of_check(plan)
     steps = STEPS if parameter_count(small.model) <= _ONE_STEP_WEIGHTS else 1
     data = SampleDataset(batch, steps * samples)
     user_model = UserModel(
