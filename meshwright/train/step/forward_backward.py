@@ -113,7 +113,7 @@ class ForwardBackward:
             # and custom functions, which need not be linear, then see the gradients that one device has.
             is_whole = divide and ranks == 1 and len(examples) == 1
             count = term.returned_count if is_whole else None
-            counted.append(total() if count is None else _nonzero(count))
+            counted.append(total() if count is None else _nonzero(count).double())
             scale = term.weight * ranks / counted[-1]
             if may_reduce_now(number):
                 reductions.append(self._start_reducing(sums))
