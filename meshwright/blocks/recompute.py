@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from meshwright.blocks.block_state import BlockState
 from meshwright.blocks.borrowed_samples import borrowed_samples, is_borrowed
 from meshwright.blocks.generation_cache import disable_generation_caches
 from meshwright.blocks.module_names import is_inside
@@ -65,21 +66,25 @@ def recompute_blocks(
     disable_generation_caches(model)
     for name in names:
         block = model.get_submodule(name)
-        block.forward = _recomputing_forward(block, kind, preserve_rng_state, pass_contexts)
+        block.forward = _recomputing_forward(name, block, kind, preserve_rng_state, pass_contexts)
 
 
 def _recomputing_forward(
-    block: nn.Module, kind: Recompute, preserve_rng_state: bool, pass_contexts: PassContexts | None
+    name: str, block: nn.Module, kind: Recompute, preserve_rng_state: bool, pass_contexts: PassContexts | None
 ) -> Callable[..., Any]:
     original_forward = block.forward
+    state = BlockState(name, block)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        first, second = pass_contexts(block) if pass_contexts else (nullcontext(), nullcontext())
+        record = state.new_record()
+        # A trace is about costs only, and copies would be counted.
+        first, second = pass_contexts(block) if pass_contexts else (state.record(record), nullcontext())
         # Stages of a pipeline recompute a microbatch when others have run.
         borrowed = any(map(is_borrowed, block.modules()))
 
         def frozen() -> tuple[AbstractContextManager[Any], ...]:
-            return (_frozen_statistics(block), *((borrowed_samples(block),) if borrowed else ()))
+            # The record has the number of power iterations too, which is 0 in a recomputation.
+            return (record.replayed(), _frozen_statistics(block), *((borrowed_samples(block),) if borrowed else ()))
 
         if kind == "full":
             return first, _Nested(lambda: (second, *frozen()))
