@@ -24,6 +24,10 @@ class UnequalPlan(InputError):
     exit_code = 3
 
 
+class MixedSamples(UnequalPlan):
+    """A plan divides batches, and the model mixes their samples: what it returns for one depends on the others."""
+
+
 class ModelConstructorError(InputError):
     """The constructor of a library's model failed with the arguments of the job, on this device. The message says which
     constructor, and with which error it failed."""

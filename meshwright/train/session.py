@@ -29,6 +29,7 @@ from meshwright.parallel.mesh import data_group
 from meshwright.parallel.model import ParallelModel
 from meshwright.parallel.weights.offload import offload_optimizer
 from meshwright.plan import Plan
+from meshwright.train.loop_checks.optimizer_trial import check_optimizer_on_parts
 from meshwright.train.loss.finder import LossFinder
 from meshwright.train.loss.loss import LossFunction
 from meshwright.train.loss.spikes import SpikeDetector
@@ -102,6 +103,7 @@ class Session(OwnLoop):
         self._loss_finder = LossFinder(loss, model, plan, sample, target)
         self._parallel = apply(plan, model, world.device, world.size, sample, target, fill)
         self.optimizer = make_optimizer(self._parallel.parameters())
+        check_optimizer_on_parts(self.optimizer, self._parallel.parameters(), self._parallel.layouts)
         offload_optimizer(self.optimizer, plan, world.device)
         choose_kernels(self.optimizer, plan)
         is_fp16 = plan.numerics.precision == "fp16"

@@ -12,7 +12,7 @@ from meshwright.compat.plan_argument import (
 )
 from meshwright.errors import InputError
 from meshwright.plan import Plan
-from meshwright.train.step.own_loop import why_only_step
+from meshwright.train.loop_checks.own_backward import why_only_step
 
 CheckpointFormat = Literal["lightning", "meshwright"]
 _OPTIONS = (

@@ -7,7 +7,7 @@ from transformers import TrainingArguments
 from meshwright.compat.plan_argument import PlanArgument, read_plan, with_precision
 from meshwright.errors import InputError
 from meshwright.plan import Plan
-from meshwright.train.step.own_loop import why_only_step
+from meshwright.train.loop_checks.own_backward import why_only_step
 
 # Arguments that are refused if they are set, and what to do instead.
 _NOT_OFFERED = {

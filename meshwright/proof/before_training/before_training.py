@@ -3,6 +3,7 @@ which copy it. Both raise `UnequalPlan`, and tell in one line what was checked."
 
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 
 from meshwright.errors import UnequalPlan
@@ -18,6 +19,7 @@ from meshwright.proof.before_training.check import (
     raise_if_unequal,
     tell,
 )
+from meshwright.proof.before_training.mixing.check import check_mixing
 from meshwright.proof.before_training.plan_kind import UnequalDivisions, needs_check
 from meshwright.proof.before_training.training import Training
 from meshwright.proof.prove import available_ranks
@@ -38,7 +40,7 @@ def fastest_equal_plan(search: Callable[[Callable[[Plan], None]], Plan], check: 
         except UnequalPlan as error:
             if not dist.is_initialized() or dist.get_rank() == 0:
                 say(f"{error}; auto takes the next best plan")
-            unequal.add(plan)
+            unequal.add(plan, error)
 
 
 def check_here(
@@ -54,6 +56,8 @@ def check_here(
     trains without the check."""
     if not needs_check(plan):
         _check_batch_state(training, plan, skip, None)
+    check_mixing(training, plan, skip, None, torch.device(device))
+    if not needs_check(plan):
         return
     outcome = check_in_new_ranks(training, plan, available_ranks(plan, None, device), prepare_session)
     tell(outcome)
@@ -76,6 +80,8 @@ def check_in_world(
         return
     if not needs_check(plan):
         _check_batch_state(training, plan, skip, world)
+    check_mixing(training, plan, skip, world, world.device)
+    if not needs_check(plan):
         return
     outcome = check_in_running_ranks(training, plan, world, prepare_session)
     tell(outcome, world.rank)

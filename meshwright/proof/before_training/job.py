@@ -36,13 +36,13 @@ class CheckHere:
 
     def __call__(self, plan: Plan) -> None:
         """Raises `UnequalPlan` if the plan does not train the same model as one device."""
-        if not needs_check(plan) and plan.data_ranks == 1:
+        if not needs_check(plan) and plan.batch_parts == 1:
             return
         try:
             training = training_of_job(self._parts)
             check_here(training, plan, device=self._cluster.kind, skip=SKIP, suggest=self._fastest_undivided)
-        except UnequalPlan:
-            self.refused.add(plan)
+        except UnequalPlan as error:
+            self.refused.add(plan, error)
             raise
 
     def _fastest_undivided(self) -> Plan:
@@ -58,13 +58,13 @@ class CheckInWorld:
 
     def __call__(self, job: Job, plan: Plan, world: World) -> None:
         """Raises `UnequalPlan` on every rank if the plan does not train the same model as one device."""
-        if not needs_check(plan) and plan.data_ranks == 1:
+        if not needs_check(plan) and plan.batch_parts == 1:
             return
         try:
             training = training_of_job(JobParts(job))
             check_in_world(training, plan, world, skip=SKIP, suggest=lambda: Plan(axes=Axes(replicate=world.size)))
-        except UnequalPlan:
-            self.refused.add(plan)
+        except UnequalPlan as error:
+            self.refused.add(plan, error)
             raise
 
 

@@ -12,6 +12,7 @@ from meshwright.launch.world import World
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Axes
 from meshwright.proof.before_training.before_training import check_in_world
+from meshwright.proof.before_training.mixing.check import FirstBatchCheck, first_batch_check
 from meshwright.proof.before_training.training import Training
 from meshwright.train.loss.loss import LossFunction
 from meshwright.train.parallelize import parallelize as parallelize_unchecked
@@ -62,13 +63,19 @@ def parallelize(
     1
     """
 
+    first_batch: FirstBatchCheck | None = None
+
     def check_plan(plan: Plan, world: World) -> None:
-        if optimizer is None or sample_batch is None:  # nothing is trained, or nothing is divided
+        nonlocal first_batch
+        if optimizer is None:  # nothing is trained
             return
         training = Training(model, optimizer, loss, sample_batch, target, clip_norm, seed, timeout_s)
+        if sample_batch is None:  # nothing of the model is divided, but batches may be
+            first_batch = first_batch_check(training, plan, world, "check=False")
+            return
         check_in_world(training, plan, world, skip="check=False", suggest=lambda: Plan(axes=Axes(replicate=world.size)))
 
-    return parallelize_unchecked(
+    session = parallelize_unchecked(
         model,
         optimizer,
         loss=loss,
@@ -83,3 +90,5 @@ def parallelize(
         sample_batch=sample_batch,
         check_plan=check_plan if check else None,
     )
+    session.first_batch_check = first_batch
+    return session

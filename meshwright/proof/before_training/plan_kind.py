@@ -4,7 +4,7 @@ steps faster."""
 from math import gcd
 from typing import Any
 
-from meshwright.errors import InputError
+from meshwright.errors import InputError, MixedSamples, UnequalPlan
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Compute
 
@@ -27,15 +27,22 @@ def needs_check(plan: Plan) -> bool:
 class UnequalDivisions:
     """The ways to divide a model that were found unequal, for searches of other plans. A search calls it with each
     plan, and it raises an `InputError` for those that divide the model in one of these ways, too; after `_MOST_FOUND`
-    of them for all that divide it."""
+    of them for all that divide it. If the model mixes samples, it does so for all plans that divide batches."""
 
     def __init__(self) -> None:
         self._divisions: list[set[str]] = []
+        self._mixes_samples = False
 
-    def add(self, plan: Plan) -> None:
-        self._divisions.append(_division(plan))
+    def add(self, plan: Plan, error: UnequalPlan | None = None) -> None:
+        """Adds a plan that was refused with this error."""
+        if isinstance(error, MixedSamples):
+            self._mixes_samples = True
+        else:
+            self._divisions.append(_division(plan))
 
     def __call__(self, plan: Plan) -> None:
+        if self._mixes_samples and plan.batch_parts > 1:
+            raise InputError(f"the plan ({plan.summary()}) divides batches whose samples the model mixes")
         too_many = len(self._divisions) >= _MOST_FOUND and needs_check(plan)
         if too_many or any(division <= _division(plan) for division in self._divisions):
             raise InputError(f"the plan ({plan.summary()}) divides the model in a way that does not train it equally")

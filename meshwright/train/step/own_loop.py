@@ -33,9 +33,9 @@ from meshwright.errors import InputError
 from meshwright.limits import is_number
 from meshwright.parallel.model import ParallelModel
 from meshwright.parallel.replicate.unused import UnusedParameters
-from meshwright.plan import Plan
 from meshwright.plan_fields.shares import describe_shares
 from meshwright.train.loop_checks.copies import WeightCopies
+from meshwright.train.loop_checks.own_backward import describe_loss, why_only_step
 from meshwright.train.loop_checks.padding import Collation, changes_loss
 from meshwright.train.loss.global_mean import GlobalMean, is_mean_of_ranks
 from meshwright.train.loss.loss import Loss
@@ -70,6 +70,8 @@ class OwnLoop:
         self.gradient_norm: Tensor | None = None
         self.remote_optimizer: RemoteOptimizer | None = None
         self.checks_first_batch = False  # whether the first batch of another loader is compared between ranks
+        # Called once, with the first batch and with whether all ranks call it together
+        self.first_batch_check: Callable[[Any, bool], None] | None = None
         self.seeds_passes = True  # whether `model` seeds the generators; otherwise it draws from them as they are
         self.explainer: Explainer | None = None
         self.shares: AdaptiveShares | None = None  # None if the plan's shares are fixed
@@ -96,6 +98,8 @@ class OwnLoop:
             self._check_plan("model")
         seed = derive_seed(self.seed, "forward", self.steps, self._forward_passes, self._parallel.position.data_rank)
         if torch.is_grad_enabled():
+            if not (arguments and keywords):
+                self._look_at_first_batch(keywords or arguments, together=False)
             self._report("forward")
             self._has_own_passes = True
             self._forward_passes += 1
@@ -109,6 +113,7 @@ class OwnLoop:
         """Calls the model and the loss function with this rank's share of a global batch. Returns the mean loss over
         the global batch, the same on every rank. `backward` of it gives the gradient of that mean."""
         self._check_first_batch(batch)
+        self._look_at_first_batch(batch, together=True)
         example, samples = self._example(batch, None), self._share_of(batch).samples
         self._try_loss(batch)
         with self._loss.forward_context(samples > 0):
@@ -138,7 +143,7 @@ class OwnLoop:
                 )
             count = self._prepared_share.samples
         if not isinstance(value, Tensor) or value.numel() != 1:
-            raise InputError(f"session.mean takes a loss, one number, and this is {_describe_loss(value)}")
+            raise InputError(f"session.mean takes a loss, one number, and this is {describe_loss(value)}")
         if not isinstance(count, Tensor) and not (is_number(count) and 0 <= count < math.inf):
             raise InputError(f"session.mean: count is {count!r}: give the number of samples of this rank, at least 0")
         return self._global_mean(value, count, count)
@@ -168,7 +173,7 @@ class OwnLoop:
         self._check_plan("backward")
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise InputError(
-                f"session.backward takes a loss with a gradient, one number, and this is {_describe_loss(loss)}: give"
+                f"session.backward takes a loss with a gradient, one number, and this is {describe_loss(loss)}: give"
                 " what session.forward or session.mean returned"
             )
         if self._parallel.plan.shares.samples and not is_mean_of_ranks(loss):
@@ -342,8 +347,10 @@ class OwnLoop:
         """Returns the microbatches of a `Batch`, or cuts a batch of a prepared or another loader into them; and the
         number of samples over all ranks, or None if it is not known."""
         if isinstance(batch, Batch):
+            self._look_at_first_batch(batch.microbatches[0].data, together=True)
             return batch.microbatches, batch.samples
         self._check_first_batch(batch)
+        self._look_at_first_batch(batch, together=True)
         return cut_share(self._share_of(batch), self._parallel.plan)
 
     def _check_first_batch(self, data: Any) -> None:
@@ -353,37 +360,13 @@ class OwnLoop:
             check_shares(data, self._parallel.position.data_rank)
         self.checks_first_batch = False
 
+    def _look_at_first_batch(self, data: Any, together: bool) -> None:
+        """Checks the model with the first batch of a loop. `together`: all ranks call this at the same time."""
+        check, self.first_batch_check = self.first_batch_check, None
+        if check is not None:
+            check(data, together)
+
     def _check_plan(self, method: str) -> None:
         reason = why_only_step(self._parallel.plan)
         if reason is not None:
             raise InputError(f"session.{method} cannot run under the plan ({self._parallel.plan.summary()}): {reason}")
-
-
-def _describe_loss(value: Any) -> str:
-    """Returns what a user gave as a loss: its class, or of a tensor the shape, and whether it has no gradient."""
-    if not isinstance(value, Tensor):
-        return f"a {type(value).__name__}"
-    return f"a tensor of shape {tuple(value.shape)}{'' if value.requires_grad else ' without a gradient'}"
-
-
-def why_only_step(plan: Plan) -> str | None:
-    """Returns why only `Session.step` can train under this plan; None if loops with their own backward can, too."""
-    if plan.axes.pipeline > 1:
-        return "a pipeline runs forward and backward passes of microbatches in turns, call session.step(batch) instead"
-    if plan.memory.accumulation > 1:
-        return (
-            f"memory.accumulation is {plan.memory.accumulation}, which session.step does: call it instead, or set"
-            " accumulation to 1 and accumulate in your loop with session.no_sync()"
-        )
-    if plan.gradients.local_steps > 1:
-        return "gradients.local_steps is for session.step: call it instead, or set local_steps to 1"
-    if plan.numerics.precision == "fp16":
-        return "gradients in fp16 need the loss scale of session.step: call it instead, or choose bf16 or fp32"
-    if plan.shares.adaptive:
-        return (
-            "shares.adaptive measures the steps of session.step: call it instead, or set adaptive to false and give"
-            " shares.samples"
-        )
-    if plan.gradients.powersgd_rank:
-        return "gradients.powersgd_rank is for session.step: call it instead, or set powersgd_rank to 0"
-    return None

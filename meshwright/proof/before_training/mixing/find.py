@@ -2,10 +2,10 @@
 position or on the number of samples. Under a plan that divides batches, ranks and microbatches compute with some of the
 samples only, and train another model.
 
-A copy of the model with random weights runs on a few samples, in fp64 where it can (`rows.py` has the batches). BatchNorm
-and dropout are in evaluation mode, because plans and seeds treat these. A model that draws other random numbers is
-compared in evaluation mode, and in training mode with the same seed for batches of the same size. What has no dimension
-that grows with the samples, such as a loss, is not compared here: `train/loss/trial.py` does that.
+A copy of the model with random weights runs on a few samples, in fp64 where it can (`rows.py` has the batches).
+BatchNorm and dropout are in evaluation mode, because plans and seeds treat these. A model that draws other random
+numbers is compared in evaluation mode, and in training mode with the same seed for batches of the same size. What has
+no dimension that grows with the samples, such as a loss, is not compared here: `train/loss/trial.py` does that.
 """
 
 import time
@@ -29,6 +29,7 @@ from meshwright.proof.before_training.mixing.rows import (
     Pairs,
     by_sample,
     compared_leaves,
+    half_batches,
     is_same,
     replaced_batch,
     reversed_batch,
@@ -48,9 +49,9 @@ from meshwright.proof.torch_private import tree_map
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4}  # relative to the largest number of a tensor
 _SMALL_FLOPS = 2e9  # of a step of one sample; above this the model is made smaller
-_MOST_FLOPS = 4e10  # a trial with more is not made
+_MOST_FLOPS = 2e10  # a trial with more is not made
 _MOST_WEIGHTS = 2 * 10**8
-_SAMPLES = (16, 3)  # of a trial, for small models and for others
+_SAMPLES = (16, 4)  # of a trial, for small models and for others
 _LENGTH = 64  # to which sequences and images are cut
 _KEEP_ABOVE_S = 0.5  # trials that take less are made at each start
 
@@ -105,7 +106,7 @@ def _trials(training: Training, step: FakeStep | None, device: torch.device) -> 
         whole,
         removed=removable_blocks(training.model, Plan()),
         vocabularies=large_vocabularies(training.model),
-        lengths={size: _LENGTH for size in longest_sizes(training.sample_batch, _LENGTH)},
+        lengths=dict.fromkeys(longest_sizes(training.sample_batch, _LENGTH), _LENGTH),
     )
     is_small = step is not None and step.flops < _SMALL_FLOPS and parameter_count(training.model) < 10**7
     reductions = [whole] if is_small else [blocks, replace(blocks, lengths={}), replace(blocks, removed=()), whole]
@@ -135,26 +136,41 @@ class _Trial:
     def find(self) -> Mixing | None:
         """Raises whatever the model raises."""
         model, batch, size = self._model(), self._batch(), self._size
-        other, pairs = reversed_batch(batch, size)
+        other, _ = reversed_batch(batch, size)
         first, second = self._run(model, batch, True), self._run(model, other, True)
-        if self._agrees(first, second, pairs, size + 1):
+        different = self._different(model, batch, True, first, second)
+        if different is None:
             return None
         if self._is_repeated(model, batch, True, first, seed=1):
-            return self._located(model, batch, other, pairs, True)
+            return self._located(model, batch, different, True)
         if self._is_repeated(model, batch, True, first, seed=0):  # it draws random numbers
             replaced, same = replaced_batch(batch, size)
             dims = [_dim(a, b, (size, size + 1)) for a, b in zip(first, second, strict=True)]
             if not self._agrees(first, self._run(model, replaced, True), same, size, dims):
                 return Mixing("", "")
         first, second = self._run(model, batch, False), self._run(model, other, False)
-        if self._agrees(first, second, pairs, size + 1) or not self._is_repeated(model, batch, False, first, seed=1):
+        different = self._different(model, batch, False, first, second)
+        if different is None or not self._is_repeated(model, batch, False, first, seed=1):
             return None
-        return self._located(model, batch, other, pairs, False)
+        return self._located(model, batch, different, False)
+
+    def _different(
+        self, model: nn.Module, batch: Any, training: bool, first: list[Tensor], second: list[Tensor]
+    ) -> tuple[Any, Pairs, int] | None:
+        """Returns the batch with other numbers of samples for which the output differs, as `half_batches` does; None
+        if there is none. `first` is the output for `batch`, and `second` that for the reversed one."""
+        other, pairs = reversed_batch(batch, self._size)
+        if not self._agrees(first, second, pairs, self._size + 1):
+            return other, pairs, self._size + 1
+        for half in half_batches(batch, self._size):
+            if not self._agrees(first, self._run(model, half[0], training), *half[1:]):
+                return half
+        return None
 
     @property
     def _size(self) -> int:
         samples = batch_size(self.training.sample_batch)
-        return max(2, min(samples, self.most_samples))
+        return max(4, min(samples, self.most_samples))
 
     def _model(self) -> nn.Module:
         model, build = self.training.model, self.training.build
@@ -220,13 +236,13 @@ class _Trial:
             is_same(a[None], b[None], pairs, _TOLERANCES[self.dtype]) for a, b in zip(output, again, strict=True)
         )
 
-    def _located(self, model: nn.Module, batch: Any, other: Any, pairs: Pairs, training: bool) -> Mixing:
-        sizes = (self._size, self._size + 1)
+    def _located(self, model: nn.Module, batch: Any, different: tuple[Any, Pairs, int], training: bool) -> Mixing:
+        other, pairs, size = different
         place = locate(
             model,
             lambda is_other: self._run(model, other if is_other else batch, training),
             pairs,
-            sizes,
+            (self._size, size),
             _TOLERANCES[self.dtype],
         )
         return Mixing(*place) if place else Mixing("", "")

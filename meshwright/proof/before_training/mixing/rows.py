@@ -2,6 +2,7 @@
 
     whole    = s₁ … sₖ
     reversed = v, sₖ … s₁          one sample more, in the opposite order, and v is another sample
+    halves   = s₁ … sⱼ           and the others, as two ranks get them
     replaced = s₁ … sₖ₋₁, v        the same number of samples, in the same order
 
 A model that treats samples by themselves returns the same for each sᵢ in all of them.
@@ -32,6 +33,16 @@ def reversed_batch(batch: Any, size: int) -> tuple[Any, Pairs]:
     """Returns the samples of a batch in reversed order behind another sample, and the positions of equal samples."""
     made = _map_rows(batch, size, lambda value: torch.cat([_changed(value[:1], 1), value.flip(0)]))
     return made, [(row, size - row) for row in range(size)]
+
+
+def half_batches(batch: Any, size: int) -> list[tuple[Any, Pairs, int]]:
+    """Returns both halves of the batch, the positions of equal samples, and the number of samples of each half."""
+    cut = size // 2
+    halves = []
+    for begin, end in ((0, cut), (cut, size)):
+        made = _map_rows(batch, size, lambda value, begin=begin, end=end: value[begin:end])
+        halves.append((made, [(row, row - begin) for row in range(begin, end)], end - begin))
+    return halves
 
 
 def replaced_batch(batch: Any, size: int) -> tuple[Any, Pairs]:
