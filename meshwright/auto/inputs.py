@@ -16,6 +16,7 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.parallel.check import checker_of_structure
+from meshwright.plan import Plan
 from meshwright.plan_fields.constraints import NONE, Constraints, make_constraints
 from meshwright.plan_fields.effects import Numerics
 from meshwright.planner.constraints.apply import constrained
@@ -27,6 +28,7 @@ from meshwright.profile.tracing.step import LossFunction
 from meshwright.progress import phase
 from meshwright.train.build import build_data, sample_batch
 from meshwright.train.job_parts import JobParts
+from meshwright.train.loop_checks.optimizer_trial import checker_of_optimizer
 from meshwright.train.step.optimizer import build_optimizer, can_fuse_on_gpus
 
 
@@ -60,7 +62,7 @@ def planning_inputs(
         allow=allow or job.allow,
         top=top,
         even_shares=even_shares,
-        check_plan=checker_of_structure(structure),
+        check_plan=_checker(structure, optimizer),
         epoch_samples=len(training_set) if hasattr(training_set, "__len__") and not training.is_generated else None,
         can_fuse_optimizer=on_gpu and _can_fuse(optimizer, structure.model),
         checkpoint_copies=job.checkpoint.asynchronous,
@@ -91,7 +93,7 @@ def model_planning_inputs(
         global_batch,
         optimizer_cost(optimizer, on_gpu),
         allow=allow,
-        check_plan=checker_of_structure(structure),
+        check_plan=_checker(structure, optimizer),
         can_fuse_optimizer=on_gpu and optimizer is not None and _can_fuse(optimizer, model),
     )
     return constrained(inputs, constraints), _profiles(structure, loss, on_gpu)
@@ -112,6 +114,16 @@ def question_inputs(
     constraints = make_constraints(fix, avoid, max_memory)
     machines = find_cluster(cluster, measure_machine) if isinstance(cluster, str) else cluster
     return model_planning_inputs(model, sample, machines, constraints=constraints, **options)
+
+
+def _checker(structure: ModelStructure, optimizer: torch.optim.Optimizer | None) -> Callable[[Plan], None]:
+    check_structure, check_optimizer = checker_of_structure(structure), checker_of_optimizer(optimizer)
+
+    def check_plan(plan: Plan) -> None:
+        check_optimizer(plan)
+        check_structure(plan)
+
+    return check_plan
 
 
 def _profiles(structure: ModelStructure, loss: LossFunction | None, on_gpu: bool) -> Profiles:

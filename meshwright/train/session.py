@@ -29,7 +29,6 @@ from meshwright.parallel.mesh import data_group
 from meshwright.parallel.model import ParallelModel
 from meshwright.parallel.weights.offload import offload_optimizer
 from meshwright.plan import Plan
-from meshwright.train.loop_checks.optimizer_trial import check_optimizer_on_parts
 from meshwright.train.loss.finder import LossFinder
 from meshwright.train.loss.loss import LossFunction
 from meshwright.train.loss.spikes import SpikeDetector
@@ -42,7 +41,7 @@ from meshwright.train.step.explained_errors import explains_errors
 from meshwright.train.step.forward_backward import ForwardBackward
 from meshwright.train.step.loss_scale import DEFAULTS, LossScale
 from meshwright.train.step.nonfinite import NO_PROBLEM, make_step_check
-from meshwright.train.step.optimizer import choose_kernels
+from meshwright.train.step.optimizer import checked_optimizer, choose_kernels
 from meshwright.train.step.own_loop import OwnLoop
 from meshwright.train.step.randomness import step_seed
 from meshwright.train.step.schedule import needs_metric, step_schedule
@@ -102,8 +101,7 @@ class Session(OwnLoop):
         normalize_locally(model)  # before the model is traced
         self._loss_finder = LossFinder(loss, model, plan, sample, target)
         self._parallel = apply(plan, model, world.device, world.size, sample, target, fill)
-        self.optimizer = make_optimizer(self._parallel.parameters())
-        check_optimizer_on_parts(self.optimizer, self._parallel.parameters(), self._parallel.layouts)
+        self.optimizer = checked_optimizer(make_optimizer, self._parallel)
         offload_optimizer(self.optimizer, plan, world.device)
         choose_kernels(self.optimizer, plan)
         is_fp16 = plan.numerics.precision == "fp16"

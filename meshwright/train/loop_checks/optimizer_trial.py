@@ -15,8 +15,9 @@ training still compares what it does.
 import copy
 import inspect
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from meshwright.errors import InputError
-from meshwright.parallel.weights.layout import ParameterLayout, WholeOnOneRank
+from meshwright.parallel.weights.layout import ParameterLayout, WholeOnOneRank, shard_layout
+from meshwright.plan import Plan
 from meshwright.profile.optimizer import is_elementwise
 from meshwright.user_code import first_line
 
@@ -106,6 +108,38 @@ def check_optimizer_on_parts(
                 return
 
 
+def checker_of_optimizer(optimizer: torch.optim.Optimizer | None) -> Callable[[Plan], None]:
+    """Returns a function that raises an `InputError` for a plan that splits weights, or stacked experts, which the
+    optimizer has to see whole. It is for searches: which weights a plan splits along which dimension is not known, so
+    that the first two dimensions of every weight are tried."""
+
+    @cache
+    def problem() -> str | None:
+        tried: set[tuple[int, int]] = set()
+        assert optimizer is not None
+        for number, group in enumerate(optimizer.param_groups):
+            for weight in group["params"]:
+                if weight.dim() < 2 or (number, weight.dim()) in tried:
+                    continue
+                tried.add((number, weight.dim()))
+                layouts = [shard_layout(weight.shape, dim, (), "tensor", 2, 0) for dim in (0, 1)]
+                try:
+                    for layout in layouts:
+                        _check_halves(optimizer, group, weight, "a weight", layout)
+                except _CannotTry:
+                    return None
+                except InputError as error:
+                    return str(error)
+        return None
+
+    def check(plan: Plan) -> None:
+        splits = plan.axes.tensor > 1 or plan.axes.expert > 1
+        if splits and optimizer is not None and not is_elementwise(optimizer) and (text := problem()):
+            raise InputError(text)
+
+    return check
+
+
 def _check_halves(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: Tensor, name: str, layout: ParameterLayout
 ) -> None:
@@ -157,7 +191,8 @@ def _whole(
     """Returns a trial, a random tensor, its gradients in each step, and the tensor after them. Tensors are on the host
     and precise if the optimizer updates such; else like the parameter."""
     host, problem = torch.device("cpu"), ""
-    for dtype, device in ((torch.float64, host), (torch.float32, host), (torch.float32, parameter.device)):
+    own = host if parameter.is_meta else parameter.device
+    for dtype, device in ((torch.float64, host), (torch.float32, host), (torch.float32, own)):
         trial = _Trial(optimizer, group, dtype, device)
         generator = torch.Generator().manual_seed(0)
         start, *gradients = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(1 + steps))

@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
@@ -13,8 +13,10 @@ from torch.distributed.tensor import DTensor
 from meshwright.call import build
 from meshwright.errors import InputError, did_you_mean
 from meshwright.job_sections.sections import Optimizer
+from meshwright.parallel.model import ParallelModel
 from meshwright.parallel.weights.offload import state_device
 from meshwright.plan import Plan
+from meshwright.train.loop_checks.optimizer_trial import check_optimizer_on_parts
 from meshwright.train.shares.check import check_optimizer
 
 ParameterGroup = dict[str, Any]  # "names" of parameters, and the group's options
@@ -97,6 +99,17 @@ def rebuild_optimizer(
         groups.append({**group, "params": [parameters[name] for name in group_names if name in parameters]})
     optimizer = type(template)(groups, **_constructor_options(template))
     _check_parameters(optimizer, parameters, type(template).__name__)
+    return optimizer
+
+
+def checked_optimizer(
+    make: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer], parallel: ParallelModel
+) -> torch.optim.Optimizer:
+    """Makes the optimizer of the parameters that a rank holds. Raises an `InputError` if it may not update parts of
+    weights as the plan has divided them."""
+    parameters = parallel.parameters()
+    optimizer = make(parameters)
+    check_optimizer_on_parts(optimizer, parameters, parallel.layouts)
     return optimizer
 
 

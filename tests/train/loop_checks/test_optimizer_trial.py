@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_dev
 import meshwright
 from meshwright.errors import InputError
 from meshwright.parallel.weights.layout import ParameterLayout, shard_layout, whole_on_one_rank
+from meshwright.plan import Plan
 from meshwright.profile import optimizer as known_optimizers
-from meshwright.train.loop_checks.optimizer_trial import check_optimizer_on_parts
+from meshwright.train.loop_checks.optimizer_trial import check_optimizer_on_parts, checker_of_optimizer
 from tests.ranks import RankPool
 from validation.fuzz.training.optimizers import Lamb, Lars, Lion, MuonAndSgd, Shampoo
 
@@ -190,3 +191,19 @@ def refuse_in_a_session(rank: int, size: int) -> None:
 
 def test_a_session_refuses_such_an_optimizer_where_the_plan_splits_weights(two: RankPool) -> None:
     two.run(refuse_in_a_session)
+
+
+def test_a_search_proposes_no_plan_that_splits_what_the_optimizer_has_to_see_whole() -> None:
+    layers = nn.Sequential(nn.Embedding(4, 4096), nn.Linear(4096, 16384), nn.ReLU(), nn.Linear(16384, 4096))
+    model = layers.to("meta")
+    batch = (torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 8, 4096))
+    options: dict[str, Any] = {"loss": nn.functional.mse_loss, "global_batch": 1, "cluster": "2xH100"}
+    plans = [
+        meshwright.best_plan(model, batch, optimizer=make(model.parameters()), **options) for make in (Lion, Shampoo)
+    ]
+    assert [plan.axes.tensor for plan in plans] == [2, 1]
+    check = checker_of_optimizer(Shampoo(model.parameters()))
+    check(Plan.model_validate({"axes": {"pipeline": 2}}))
+    with pytest.raises(InputError, match="Shampoo looks at whole tensors"):
+        check(Plan.model_validate({"axes": {"tensor": 2}}))
+    checker_of_optimizer(None)(Plan.model_validate({"axes": {"tensor": 2}}))
