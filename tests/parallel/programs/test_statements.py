@@ -11,7 +11,8 @@ from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.train.parallelize import parallelize
 from tests.parallel.programs import statements
-from tests.parallel.programs.statements import REFUSED, STATEMENTS, loss_of, make_batches, make_model
+from tests.parallel.programs.models import loss_of, make_batches, make_model
+from tests.parallel.programs.statements import REFUSED, STATEMENTS
 from tests.ranks import run_ranks
 
 PLANS: dict[str, dict[str, Any]] = {
