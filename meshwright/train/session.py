@@ -29,6 +29,7 @@ from meshwright.parallel.mesh import data_group
 from meshwright.parallel.model import ParallelModel
 from meshwright.parallel.weights.offload import offload_optimizer
 from meshwright.plan import Plan
+from meshwright.train.loop_checks.gradient_hooks import check_gradient_hooks
 from meshwright.train.loss.finder import LossFinder
 from meshwright.train.loss.loss import LossFunction
 from meshwright.train.loss.spikes import SpikeDetector
@@ -44,7 +45,7 @@ from meshwright.train.step.nonfinite import NO_PROBLEM, make_step_check
 from meshwright.train.step.optimizer import checked_optimizer, choose_kernels
 from meshwright.train.step.own_loop import OwnLoop
 from meshwright.train.step.randomness import step_seed
-from meshwright.train.step.schedule import needs_metric, step_schedule
+from meshwright.train.step.schedule import needs_metric
 
 Report = Callable[[str], None]  # called with what the rank is doing, for its heartbeat
 Parameters = Mapping[str, nn.Parameter]  # those that this rank holds, by their names in the user's model
@@ -98,6 +99,7 @@ class Session(OwnLoop):
         self.world = world
         target = target_key(target, loss is not None)
         check_sparse(plan, model, clip_norm)
+        check_gradient_hooks(model, plan)
         normalize_locally(model)  # before the model is traced
         self._loss_finder = LossFinder(loss, model, plan, sample, target)
         self._parallel = apply(plan, model, world.device, world.size, sample, target, fill)
@@ -259,13 +261,6 @@ class Session(OwnLoop):
         is_due = stepped if self._schedule_per == "step" else batch and batch.last
         if self.schedule and is_due and not needs_metric(self.schedule):
             self.schedule.step()
-
-    def step_schedule(self, metric: float | None = None) -> None:
-        """Steps the learning-rate schedule, for loops that do not call `step`, and for schedules that need a metric
-        (`ReduceLROnPlateau`), which `step` never steps. The metric of rank 0 is used on every rank; all ranks call this
-        together. Does nothing without a schedule."""
-        if self.schedule is not None:
-            step_schedule(self.schedule, metric)
 
     def _update(self) -> bool:
         """Makes the optimizer's step. Returns False when it was skipped because a gradient was not finite in fp16."""

@@ -18,6 +18,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from meshwright.batch import ModelBatch, split_batch
@@ -35,6 +36,7 @@ from meshwright.parallel.model import ParallelModel
 from meshwright.parallel.replicate.unused import UnusedParameters
 from meshwright.plan_fields.shares import describe_shares
 from meshwright.train.loop_checks.copies import WeightCopies
+from meshwright.train.loop_checks.gradient_hooks import LateHooks
 from meshwright.train.loop_checks.own_backward import describe_loss, why_only_step
 from meshwright.train.loop_checks.padding import Collation, changes_loss
 from meshwright.train.loss.global_mean import GlobalMean, is_mean_of_ranks
@@ -44,11 +46,14 @@ from meshwright.train.step.batch import cut_share, move_to_device, samples_in
 from meshwright.train.step.explained_errors import Explainer, explains_errors
 from meshwright.train.step.randomness import StepGenerators
 from meshwright.train.step.remote_optimizer import RemoteOptimizer
+from meshwright.train.step.schedule import step_schedule
 
 
 class OwnLoop:
     """Forward and backward passes that a user's loop calls. `steps` is the number of optimizer steps so far. The random
     numbers of forward passes depend on it and on `seed`."""
+
+    schedule: LRScheduler | None = None
 
     def __init__(
         self,
@@ -77,6 +82,7 @@ class OwnLoop:
         self.shares: AdaptiveShares | None = None  # None if the plan's shares are fixed
         self._unused_parameters = UnusedParameters()
         self._collation = Collation(parallel)
+        self._late_hooks = LateHooks(parallel)
         self._weight_copies: WeightCopies | None = None  # None if they are not compared
         self._synchronizes = True
         self._prepared_share: PreparedShare | None = None  # what the loop of a prepared loader trains on at the moment
@@ -98,6 +104,7 @@ class OwnLoop:
             self._check_plan("model")
         seed = derive_seed(self.seed, "forward", self.steps, self._forward_passes, self._parallel.position.data_rank)
         if torch.is_grad_enabled():
+            self._late_hooks.check_replaced(self._parallel)
             if not (arguments and keywords):
                 self._look_at_first_batch(keywords or arguments, together=False)
             self._report("forward")
@@ -206,9 +213,17 @@ class OwnLoop:
         self.gradient_norm = norm = self._parallel.clip_(max_norm)
         return norm
 
+    def step_schedule(self, metric: float | None = None) -> None:
+        """Steps the learning-rate schedule, for loops that do not call `step`, and for schedules that need a metric
+        (`ReduceLROnPlateau`), which `step` never steps. The metric of rank 0 is used on every rank; all ranks call this
+        together. Does nothing without a schedule."""
+        if self.schedule is not None:
+            step_schedule(self.schedule, metric)
+
     def _before_optimizer_step(self) -> None:
         """Looks for parameters without a gradient. Raises an `InputError` if a loop has computed gradients that are not
         combined over the data ranks: every rank would go on with weights of its own."""
+        self._late_hooks.check(self._parallel)
         self._check_combined()
         self._unused_parameters.look(self._parallel)
 
@@ -346,6 +361,7 @@ class OwnLoop:
     def _microbatches(self, batch: Any) -> tuple[Sequence[Microbatch], int | None]:
         """Returns the microbatches of a `Batch`, or cuts a batch of a prepared or another loader into them; and the
         number of samples over all ranks, or None if it is not known."""
+        self._late_hooks.check_replaced(self._parallel)
         if isinstance(batch, Batch):
             self._look_at_first_batch(batch.microbatches[0].data, together=True)
             return batch.microbatches, batch.samples

@@ -1,0 +1,164 @@
+"""Refuses hooks on the gradients of parameters that a plan would run at the wrong place.
+
+Ranks and microbatches call a hook with the gradient of their own samples, and average afterwards. That is right for a
+hook h that is linear, such as a mask or a factor, and wrong for one that clips, normalizes or takes signs:
+
+    mean of h(gₖ) over parts k  =  h(mean of gₖ)   if and only if   h is linear                            _is_linear
+
+Whether a hook is linear is tried: it is called with random gradients. Hooks that were registered after the plan has
+divided the model may not run at all, so they are looked for before each update.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from meshwright.errors import InputError
+from meshwright.parallel.model import ParallelModel
+from meshwright.parallel.torch_private import fsdp_parameter_groups, gradient_hooks, was_gathered
+from meshwright.plan import Plan
+
+_SCALES = (1e-3, 1.0, 1e3)  # of the gradients of a trial: hooks that clip change large ones only
+_TOLERANCE = 1e-3  # relative to the largest number, in fp32
+_INSTEAD = "change gradients in session.on_gradients, when they are complete"
+
+Hook = Callable[[Any], Any]
+
+
+def check_gradient_hooks(model: nn.Module, plan: Plan) -> None:
+    """Raises an `InputError` if a parameter has a hook that is not linear in its gradient, and the plan divides
+    batches. Called before the plan changes the model."""
+    if plan.batch_parts == 1 or plan.gradients.local_steps > 1:
+        return
+    for name, parameter in model.named_parameters():
+        of_gradient, after_accumulation = gradient_hooks(parameter)
+        if parameter.is_meta or not parameter.requires_grad:
+            continue
+        _refuse_nonlinear(name, parameter, of_gradient, after_accumulation, plan)
+
+
+def _refuse_nonlinear(
+    name: str, parameter: Tensor, of_gradient: list[Hook], after_accumulation: list[Hook], plan: Plan
+) -> None:
+    hooks = [(hook, _changed_gradient(hook)) for hook in of_gradient]
+    hooks += [(hook, _changed_after_accumulation(hook, parameter)) for hook in after_accumulation]
+    for hook, change in hooks:
+        if not _is_linear(change, parameter):
+            raise InputError(
+                f"the hook {_describe(hook)} on the gradient of {name} is not linear, and under the plan"
+                f" ({plan.summary()}) it gets the gradients of some samples before they are averaged: {_INSTEAD}"
+            )
+
+
+class LateHooks:
+    """Looks for hooks and parameters that are new since the plan has divided the model."""
+
+    def __init__(self, parallel: ParallelModel) -> None:
+        self._plan = parallel.plan
+        self._known = {name: (p, *map(len, gradient_hooks(p))) for name, p in parallel.parameters().items()}
+        modules = parallel.module.named_modules() if parallel.plan.axes.shard > 1 else ()
+        self._sharded = {
+            f"{name}.{key}".lstrip("."): (module, key, parameter)
+            for name, module in modules
+            for key, parameter in module._parameters.items()
+        }
+
+    def check(self, parallel: ParallelModel) -> None:
+        """Raises an `InputError` if something new would change training otherwise than on one device."""
+        plan = self._plan
+        if plan.batch_parts == 1 or plan.gradients.local_steps > 1:
+            return
+        for name, parameter in parallel.parameters().items():
+            known = self._known.get(name)
+            if known is None or known[0] is not parameter:
+                continue
+            of_gradient, after_accumulation = (
+                hooks[count:] for hooks, count in zip(gradient_hooks(parameter), known[1:], strict=True)
+            )
+            if not of_gradient and not after_accumulation:
+                continue
+            if plan.axes.shard > 1:
+                self._refuse_late(name, of_gradient)  # hooks after accumulation get the mean
+                continue
+            self._refuse_late(name, after_accumulation)
+            _refuse_nonlinear(name, parameter, of_gradient, [], plan)
+            self._known[name] = (parameter, *map(len, gradient_hooks(parameter)))
+
+    def check_replaced(self, parallel: ParallelModel) -> None:
+        """Raises an `InputError` if a parameter was replaced that the plan has sharded. Called before a pass, in which
+        the shards take its place again."""
+        replaced = [
+            (name, module._parameters[key])
+            for name, (module, key, parameter) in self._sharded.items()
+            if module._parameters.get(key) is not parameter
+        ]
+        if not replaced:
+            return
+        units = [unit for unit in parallel.module.modules() if isinstance(unit, FSDPModule)]
+        groups = [group for unit in units for group in fsdp_parameter_groups(unit)]
+        gathered = [p.unsharded_param for group in groups for p in group.fsdp_params if was_gathered(p)]
+        for name, parameter in replaced:
+            if not any(parameter is whole for whole in gathered):
+                raise InputError(
+                    f"{name} was replaced after parallelize, and the plan ({self._plan.summary()}) trains the parameter"
+                    " that was there before: replace it before parallelize, or copy values into it"
+                )
+
+    def _refuse_late(self, name: str, hooks: list[Hook]) -> None:
+        if hooks:
+            raise InputError(
+                f"the hook {_describe(hooks[0])} on the gradient of {name} was registered after parallelize, and the"
+                f" plan ({self._plan.summary()}) does not run it on the gradient that is trained with: register it"
+                f" before parallelize, or {_INSTEAD}"
+            )
+
+
+def _changed_gradient(hook: Hook) -> Callable[[Tensor], Tensor]:
+    def change(gradient: Tensor) -> Tensor:
+        result = hook(gradient)
+        return gradient if result is None else result
+
+    return change
+
+
+def _changed_after_accumulation(hook: Hook, parameter: Tensor) -> Callable[[Tensor], Tensor]:
+    """Returns the function of the gradient that the hook is, as it changes a copy of the parameter."""
+
+    def change(gradient: Tensor) -> Tensor:
+        copied = nn.Parameter(parameter.detach().clone())
+        copied.grad = gradient
+        hook(copied)
+        is_kept = copied.grad is not None and torch.equal(copied.detach(), parameter.detach())
+        return copied.grad if is_kept and copied.grad is not None else gradient.abs()  # an update is not linear
+
+    return change
+
+
+@torch.no_grad()
+def _is_linear(change: Callable[[Tensor], Tensor], parameter: Tensor) -> bool:
+    """Whether change(a + 2 b) = change(a) + 2 change(b). True for a hook that cannot be tried."""
+    generator = torch.Generator().manual_seed(0)
+    first, second = (
+        torch.randn(parameter.shape, generator=generator).to(parameter.device, parameter.dtype) for _ in range(2)
+    )
+    for scale in _SCALES:
+        a, b = first * scale, second * scale
+        try:
+            whole, parts = change(a + 2 * b), change(a.clone()) + 2 * change(b.clone())
+        except Exception:  # whatever the hook raises on gradients that no loss has
+            return True
+        largest = torch.maximum(whole.abs().max(), parts.abs().max()) if whole.numel() else whole.sum()
+        if not bool(((whole - parts).abs() <= _TOLERANCE * largest).all()):
+            return False
+    return True
+
+
+def _describe(hook: Any) -> str:
+    """`clip (my_model.py, line 12)`."""
+    function = getattr(hook, "func", hook)
+    code = getattr(function, "__code__", None)
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return f"{name} ({code.co_filename}, line {code.co_firstlineno})" if code else name
