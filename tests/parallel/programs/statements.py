@@ -295,11 +295,15 @@ def custom_gradient(x: Tensor, tokens: Tensor, model: nn.Module) -> Tensor:
     return ClippedGradient.apply(x)
 
 
+def _halve_gradient(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    return (inputs[0] * 0.5,)
+
+
 @statement
 def module_hook(x: Tensor, tokens: Tensor, model: nn.Module) -> Tensor:
-    if not hasattr(model, "handle"):
-        norm = model.get_submodule("blocks.1.norms.0")
-        model.handle = norm.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
+    norm = model.get_submodule("blocks.1.norms.0")
+    if not norm._backward_hooks:
+        norm.register_full_backward_hook(_halve_gradient)
     return x
 
 
