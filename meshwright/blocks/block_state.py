@@ -73,6 +73,16 @@ class PassRecord:
             for values, name, present, _ in changes:
                 _assign(values, name, present)
 
+    def restore(self) -> None:
+        """Gives the block the values from before the pass for good."""
+        for values, before in self.before:
+            for name, value in list(self._other_values(values, before)):
+                seen = self.tensors.get(id(before.get(name, _MISSING)))
+                if seen is not None and seen.is_written:
+                    with torch.no_grad():
+                        seen.tensor.copy_(value)
+                _assign(values, name, seen.tensor if seen is not None else value)
+
     def _other_values(self, values: _Values, before: _Values) -> Iterator[tuple[str, Any]]:
         """Yields the names whose present values are not those of the pass, with the latter."""
         for name, value in before.items():

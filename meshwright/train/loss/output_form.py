@@ -1,6 +1,7 @@
 """Random values in the form of a model's output, for trying a loss function without running the model."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,10 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.batch import split_batch
+from meshwright.blocks.block_state import BlockState
+from meshwright.blocks.power_iteration import power_iterations, without_power_iteration
 from meshwright.output_trees import register_dataclasses
 from meshwright.profile.fake import FakeRules, fake_batch, fake_model, one_sequence_per_row
 from meshwright.profile.torch_private import FakeTensorMode
-from meshwright.train.torch_private import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from meshwright.profile.tracing.real_tensors import model_device
+from meshwright.train.torch_private import (
+    AnyBatchNorm,
+    AnyDropout,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
 _LARGEST_OUTPUT = 2**24  # numbers; of a larger output, fewer positions are made
 _POSITIONS = 64  # of a dimension that is made shorter
@@ -90,6 +101,7 @@ class FakeModel:
     the model itself."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._original = model
         self._mode = FakeTensorMode()
         self._model = fake_model(model, self._mode)
 
@@ -100,11 +112,38 @@ class FakeModel:
             outputs = [self._forward(sample, count, target_key) for count in (samples, samples + 1)]
         except Exception:  # whatever the model's own code raises on tensors without values
             return None
-        (leaves, structure), (larger, _) = (tree_flatten(output) for output in outputs)
-        if len(leaves) != len(larger) or not any(isinstance(leaf, Tensor) for leaf in leaves):
+        return _form_of(outputs, samples)
+
+    def real_form(self, batches: Sequence[Any], samples: int, target_key: str | None) -> OutputForm | None:
+        """Returns the form of the output for `samples` samples, found by running the model itself on two
+        batches: one of so many samples, and one with one more. The model is left as it was. None if it cannot
+        run on them. If a plan has divided the model, all ranks call this together."""
+        model, modes = self._original, {module: module.training for module in self._original.modules()}
+        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             return None
-        dims = [_differing_dim(a, b) for a, b in zip(leaves, larger, strict=True)]
-        return OutputForm(structure, tuple(leaves), tuple(dims), samples)
+        state, device = BlockState("the model", model), model_device(model)
+        record = state.new_record()
+        try:
+            for module in modes:  # their statistics would change
+                module.training = module.training and not isinstance(module, AnyBatchNorm | AnyDropout)
+            iterations = without_power_iteration(power_iterations(model))
+            devices = [device] if device.type == "cuda" else []
+            with torch.no_grad(), torch.random.fork_rng(devices=devices), iterations, state.record(record):
+                outputs = [self._real_forward(batch, device, target_key) for batch in batches]
+        except Exception:  # whatever the model's own code raises on so few samples
+            return None
+        finally:
+            record.restore()
+            for module, mode in modes.items():
+                module.training = mode
+        return _form_of(outputs, samples)
+
+    def _real_forward(self, batch: Any, device: torch.device, target_key: str | None) -> Any:
+        moved = tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, batch)
+        inputs = split_batch(moved, target_key)
+        output = self._original(*inputs.arguments, **inputs.keywords)
+        register_dataclasses(output)
+        return output
 
     def _forward(self, sample: Any, samples: int, target_key: str | None) -> Any:
         inputs = split_batch(fake_batch(sample, samples, self._mode), target_key)
@@ -112,6 +151,24 @@ class FakeModel:
             output = self._model(*inputs.arguments, **inputs.keywords)
         register_dataclasses(output)
         return output
+
+
+def warn_untried(problem: str) -> None:
+    """Says that nobody knows what a loss function is a mean over."""
+    warnings.warn(
+        f"what the loss is a mean over could not be tried, because {problem}: it is taken as a mean over samples. If it"
+        " is a sum or a mean over something else, let it return a pair (sum, count)",
+        stacklevel=3,
+    )
+
+
+def _form_of(outputs: Sequence[Any], samples: int) -> OutputForm | None:
+    """Returns the form of two outputs, of `samples` samples and of one more. None if they have no tensors."""
+    (leaves, structure), (larger, _) = (tree_flatten(output) for output in outputs)
+    if len(leaves) != len(larger) or not any(isinstance(leaf, Tensor) for leaf in leaves):
+        return None
+    dims = [_differing_dim(a, b) for a, b in zip(leaves, larger, strict=True)]
+    return OutputForm(structure, tuple(leaves), tuple(dims), samples)
 
 
 def _differing_dim(a: Any, b: Any) -> int | None:

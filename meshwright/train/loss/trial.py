@@ -24,7 +24,7 @@ from meshwright.profile.tracing.real_tensors import model_device
 from meshwright.train.loss.cross_entropy import Count, CountedMean, CountTargets, FindIgnoredTargets
 from meshwright.train.loss.joined import JoinedLoss, count_rows
 from meshwright.train.loss.loss import Loss, LossFunction, ModelLoss, classify_loss, loss_from_model
-from meshwright.train.loss.output_form import FakeModel, OutputForm, shorten_sequences
+from meshwright.train.loss.output_form import FakeModel, OutputForm, shorten_sequences, warn_untried
 from meshwright.train.loss.target_counts import COUNTS, CountedByTarget, has_rows, shorten_one_row, varied_targets
 from meshwright.train.torch_private import (
     AnyBatchNorm,
@@ -45,12 +45,15 @@ _CHANGES: tuple[Callable[[Tensor], Tensor], ...] = (lambda x: x, torch.sigmoid, 
 
 def find_loss(function: LossFunction, model: FakeModel, sample: Any, target_key: str | None) -> Loss:
     """Returns the `Loss` that says what a loss function is a mean over, tried on the targets of the sample batch. A
-    function that cannot be tried is taken as a mean over samples."""
+    model that decides by values of tensors is run on them. A function that cannot be tried is taken as a mean over
+    samples."""
     loss = classify_loss(function)
     if loss.kind != "samples" or is_from_torch(function):
         return loss
-    form = model.output_form(sample, _SAMPLES, target_key)
+    batches = [_repeat_samples(sample, samples) for samples in (_SAMPLES, _SAMPLES + 1)]
+    form = model.output_form(sample, _SAMPLES, target_key) or model.real_form(batches, _SAMPLES, target_key)
     if form is None:
+        warn_untried("the model cannot run on a few samples")
         return loss
     form, target = shorten_sequences(form, _repeat_samples(split_batch(sample, target_key).target, _SAMPLES))
     for dtype in _TOLERANCES:
@@ -63,6 +66,7 @@ def find_loss(function: LossFunction, model: FakeModel, sample: Any, target_key:
                 raise
             except Exception:  # whatever the function raises on values that its model would not return
                 continue
+    warn_untried("it fails on random values in the form of the model's output")
     return loss
 
 

@@ -211,6 +211,49 @@ def test_a_loss_of_probabilities_is_tried_with_probabilities() -> None:
     assert find_loss(summed, FakeModel(model), (torch.randn(2, 3), torch.rand(2, 2)), None).kind == "sum"
 
 
+class Deciding(nn.Module):
+    """Cannot run on tensors without values, and counts its passes."""
+
+    passes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.dropout = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
+        self.register_buffer("passes", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        self.calls += 1
+        y: Tensor = self.dropout(self.norm(self.linear(x)))
+        return y * 0.5 if x.sum().item() > 1e9 else y + 0.5
+
+
+class Failing(Deciding):
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("no sample can be computed")
+
+
+def test_the_loss_of_a_model_that_decides_by_values_is_tried_on_the_model_itself() -> None:
+    def summed(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target, reduction="sum")
+
+    def mean(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target)
+
+    model, sample = Deciding(), (torch.randn(2, 3), torch.tensor([1, 3]))
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    before = torch.get_rng_state()
+    assert find_loss(summed, FakeModel(model), sample, None).kind == "sum"
+    assert find_loss(mean, FakeModel(model), sample, None).kind != "sum"
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.calls == 0
+    assert all(module.training for module in model.modules())
+    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+    with pytest.warns(UserWarning, match="could not be tried, because the model cannot run on a few samples"):
+        assert find_loss(summed, FakeModel(Failing()), sample, None).kind == "samples"
+
+
 class Cache:
     """Something in a model's output that is no tensor."""
 
