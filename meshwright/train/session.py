@@ -29,7 +29,7 @@ from meshwright.parallel.mesh import data_group
 from meshwright.parallel.model import ParallelModel
 from meshwright.parallel.weights.offload import offload_optimizer
 from meshwright.plan import Plan
-from meshwright.train.loop_checks.gradient_hooks import check_gradient_hooks
+from meshwright.train.loop_checks.gradient_hooks import check_gradient_hooks, refuse_lost_hooks
 from meshwright.train.loss.finder import LossFinder
 from meshwright.train.loss.loss import LossFunction
 from meshwright.train.loss.spikes import SpikeDetector
@@ -99,10 +99,11 @@ class Session(OwnLoop):
         self.world = world
         target = target_key(target, loss is not None)
         check_sparse(plan, model, clip_norm)
-        check_gradient_hooks(model, plan)
+        hooks = check_gradient_hooks(model, plan)
         normalize_locally(model)  # before the model is traced
         self._loss_finder = LossFinder(loss, model, plan, sample, target)
         self._parallel = apply(plan, model, world.device, world.size, sample, target, fill)
+        refuse_lost_hooks(hooks, self._parallel)
         self.optimizer = checked_optimizer(make_optimizer, self._parallel)
         offload_optimizer(self.optimizer, plan, world.device)
         choose_kernels(self.optimizer, plan)

@@ -9,7 +9,7 @@ Whether a hook is linear is tried: it is called with random gradients. Hooks tha
 divided the model may not run at all, so they are looked for before each update.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,16 +28,30 @@ _INSTEAD = "change gradients in session.on_gradients, when they are complete"
 Hook = Callable[[Any], Any]
 
 
-def check_gradient_hooks(model: nn.Module, plan: Plan) -> None:
+def check_gradient_hooks(model: nn.Module, plan: Plan) -> dict[str, list[Hook]]:
     """Raises an `InputError` if a parameter has a hook that is not linear in its gradient, and the plan divides
-    batches. Called before the plan changes the model."""
-    if plan.batch_parts == 1 or plan.gradients.local_steps > 1:
-        return
-    for name, parameter in model.named_parameters():
-        of_gradient, after_accumulation = gradient_hooks(parameter)
-        if parameter.is_meta or not parameter.requires_grad:
-            continue
-        _refuse_nonlinear(name, parameter, of_gradient, after_accumulation, plan)
+    batches. Called before the plan changes the model. Returns the hooks by the names of their parameters."""
+    hooks = {name: gradient_hooks(parameter) for name, parameter in model.named_parameters()}
+    if plan.batch_parts > 1 and plan.gradients.local_steps == 1:
+        for name, parameter in model.named_parameters():
+            if not parameter.is_meta and parameter.requires_grad:
+                _refuse_nonlinear(name, parameter, *hooks[name], plan)
+    return {name: [*first, *second] for name, (first, second) in hooks.items() if first or second}
+
+
+def refuse_lost_hooks(hooks: Mapping[str, list[Hook]], parallel: ParallelModel) -> None:
+    """Raises an `InputError` if a parameter that had these hooks was split, and its parts do not have them. Called
+    after the plan has changed the model."""
+    parameters = parallel.parameters()
+    for name in hooks.keys() & parameters.keys():
+        layout = parallel.layouts.get(name)
+        kept = [hook for some in gradient_hooks(parameters[name]) for hook in some]
+        if layout is not None and layout.axis != "shard" and not all(hook in kept for hook in hooks[name]):
+            raise InputError(
+                f"the plan ({parallel.plan.summary()}) splits {name}, and the hook {_describe(hooks[name][0])} on its"
+                " gradient cannot run on parts of it: leave its module whole with plan.modules.splits, or"
+                f" {_INSTEAD}"
+            )
 
 
 def _refuse_nonlinear(
@@ -69,8 +83,7 @@ class LateHooks:
     def check(self, parallel: ParallelModel) -> None:
         """Raises an `InputError` if something new would change training otherwise than on one device."""
         plan = self._plan
-        if plan.batch_parts == 1 or plan.gradients.local_steps > 1:
-            return
+        averages = plan.batch_parts > 1 and plan.gradients.local_steps == 1
         for name, parameter in parallel.parameters().items():
             known = self._known.get(name)
             if known is None or known[0] is not parameter:
@@ -80,11 +93,13 @@ class LateHooks:
             )
             if not of_gradient and not after_accumulation:
                 continue
+            if name in parallel.layouts:
+                self._refuse_on_parts(name, parameter, of_gradient)
             if plan.axes.shard > 1:
                 self._refuse_late(name, of_gradient)  # hooks after accumulation get the mean
-                continue
-            self._refuse_late(name, after_accumulation)
-            _refuse_nonlinear(name, parameter, of_gradient, [], plan)
+            elif averages:
+                self._refuse_late(name, after_accumulation)
+                _refuse_nonlinear(name, parameter, of_gradient, [], plan)
             self._known[name] = (parameter, *map(len, gradient_hooks(parameter)))
 
     def check_replaced(self, parallel: ParallelModel) -> None:
@@ -105,6 +120,15 @@ class LateHooks:
                 raise InputError(
                     f"{name} was replaced after parallelize, and the plan ({self._plan.summary()}) trains the parameter"
                     " that was there before: replace it before parallelize, or copy values into it"
+                )
+
+    def _refuse_on_parts(self, name: str, parameter: Tensor, hooks: list[Hook]) -> None:
+        for hook in hooks:
+            if not _is_pointwise(_changed_gradient(hook), parameter):
+                raise InputError(
+                    f"the hook {_describe(hook)} needs the whole gradient of {name}, of which the plan"
+                    f" ({self._plan.summary()}) gives each rank a part: leave its module whole with"
+                    f" plan.modules.splits, or {_INSTEAD}"
                 )
 
     def _refuse_late(self, name: str, hooks: list[Hook]) -> None:
@@ -154,6 +178,20 @@ def _is_linear(change: Callable[[Tensor], Tensor], parameter: Tensor) -> bool:
         if not bool(((whole - parts).abs() <= _TOLERANCE * largest).all()):
             return False
     return True
+
+
+@torch.no_grad()
+def _is_pointwise(change: Callable[[Tensor], Tensor], parameter: Tensor) -> bool:
+    """Whether each number of the changed gradient depends on one number of the gradient only. True for a hook that
+    cannot be tried."""
+    gradient = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)).to(parameter)
+    other, half = gradient.clone().flatten(), gradient.numel() // 2
+    other[half:] *= 3
+    try:
+        first, second = change(gradient.clone()).flatten(), change(other.view(parameter.shape)).flatten()
+    except Exception:  # whatever the hook raises on gradients that no loss has
+        return True
+    return bool(torch.equal(first[:half], second[:half]))
 
 
 def _describe(hook: Any) -> str:
