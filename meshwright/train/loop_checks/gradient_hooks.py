@@ -98,8 +98,7 @@ class LateHooks:
             if plan.axes.shard > 1:
                 self._refuse_late(name, of_gradient)  # hooks after accumulation get the mean
             elif averages:
-                self._refuse_late(name, after_accumulation)
-                _refuse_nonlinear(name, parameter, of_gradient, [], plan)
+                _refuse_nonlinear(name, parameter, of_gradient, after_accumulation, plan)
             self._known[name] = (parameter, *map(len, gradient_hooks(parameter)))
 
     def check_replaced(self, parallel: ParallelModel) -> None:
