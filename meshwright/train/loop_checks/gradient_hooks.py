@@ -10,6 +10,8 @@ divided the model may not run at all, so they are looked for before each update.
 """
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -72,7 +74,7 @@ class LateHooks:
 
     def __init__(self, parallel: ParallelModel) -> None:
         self._plan = parallel.plan
-        self._known = {name: (p, *map(len, gradient_hooks(p))) for name, p in parallel.parameters().items()}
+        self._known = {name: _counted(parameter) for name, parameter in parallel.parameters().items()}
         modules = parallel.module.named_modules() if parallel.plan.axes.shard > 1 else ()
         self._sharded = {
             f"{name}.{key}".lstrip("."): (module, key, parameter)
@@ -88,9 +90,8 @@ class LateHooks:
             known = self._known.get(name)
             if known is None or known[0] is not parameter:
                 continue
-            of_gradient, after_accumulation = (
-                hooks[count:] for hooks, count in zip(gradient_hooks(parameter), known[1:], strict=True)
-            )
+            of_gradient, after_accumulation = gradient_hooks(parameter)
+            of_gradient, after_accumulation = of_gradient[known[1] :], after_accumulation[known[2] :]
             if not of_gradient and not after_accumulation:
                 continue
             if name in parallel.layouts:
@@ -99,7 +100,7 @@ class LateHooks:
                 self._refuse_late(name, of_gradient)  # hooks after accumulation get the mean
             elif averages:
                 _refuse_nonlinear(name, parameter, of_gradient, after_accumulation, plan)
-            self._known[name] = (parameter, *map(len, gradient_hooks(parameter)))
+            self._known[name] = _counted(parameter)
 
     def check_replaced(self, parallel: ParallelModel) -> None:
         """Raises an `InputError` if a parameter was replaced that the plan has sharded. Called before a pass, in which
@@ -139,9 +140,29 @@ class LateHooks:
             )
 
 
+def _counted(parameter: nn.Parameter) -> tuple[nn.Parameter, int, int]:
+    """Returns the parameter and the numbers of its hooks."""
+    of_gradient, after_accumulation = gradient_hooks(parameter)
+    return parameter, len(of_gradient), len(after_accumulation)
+
+
+def _copied(hook: Hook) -> Hook:
+    """Returns the hook with copies of the variables that it uses of its function, so that one which counts or records
+    does not see the trial; the hook itself if they cannot be copied."""
+    if not isinstance(hook, FunctionType):
+        return hook
+    try:
+        cells = tuple(CellType(deepcopy(cell.cell_contents)) for cell in hook.__closure__ or ())
+    except Exception:
+        return hook
+    return FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, cells)
+
+
 def _changed_gradient(hook: Hook) -> Callable[[Tensor], Tensor]:
+    trial = _copied(hook)
+
     def change(gradient: Tensor) -> Tensor:
-        result = hook(gradient)
+        result = trial(gradient)
         return gradient if result is None else result
 
     return change
@@ -150,10 +171,12 @@ def _changed_gradient(hook: Hook) -> Callable[[Tensor], Tensor]:
 def _changed_after_accumulation(hook: Hook, parameter: Tensor) -> Callable[[Tensor], Tensor]:
     """Returns the function of the gradient that the hook is, as it changes a copy of the parameter."""
 
+    trial = _copied(hook)
+
     def change(gradient: Tensor) -> Tensor:
         copied = nn.Parameter(parameter.detach().clone())
         copied.grad = gradient
-        hook(copied)
+        trial(copied)
         is_kept = copied.grad is not None and torch.equal(copied.detach(), parameter.detach())
         return copied.grad if is_kept and copied.grad is not None else gradient.abs()  # an update is not linear
 

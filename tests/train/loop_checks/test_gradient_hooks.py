@@ -57,7 +57,8 @@ def train(rank: int, axis: str, change: Callable[[Model], None], after_steps: in
     model = Model().double()
     reference = deepcopy(model)
     if after_steps is None:
-        change(model), change(reference)
+        for changed in (model, reference):
+            change(changed)
     alone = torch.optim.SGD(reference.parameters(), lr=0.1)
     try:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -65,7 +66,9 @@ def train(rank: int, axis: str, change: Callable[[Model], None], after_steps: in
         session = mw.parallelize(model, optimizer, loss=F.cross_entropy, plan=plan, device="cpu")
         for step in range(3):
             if after_steps == step:
-                change(session.module), change(reference)  # type: ignore[arg-type]
+                for changed in (session.module, reference):
+                    assert isinstance(changed, Model)
+                    change(changed)
             generator = torch.Generator().manual_seed(step)
             inputs = torch.randn(8, 8, generator=generator, dtype=torch.float64)
             target = torch.randint(3, (8,), generator=generator)

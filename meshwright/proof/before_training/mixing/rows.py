@@ -38,7 +38,7 @@ def reversed_batch(batch: Any, size: int) -> tuple[Any, Pairs]:
 def half_batches(batch: Any, size: int) -> list[tuple[Any, Pairs, int]]:
     """Returns both halves of the batch, the positions of equal samples, and the number of samples of each half."""
     cut = size // 2
-    halves = []
+    halves: list[tuple[Any, Pairs, int]] = []
     for begin, end in ((0, cut), (cut, size)):
         made = _map_rows(batch, size, lambda value, begin=begin, end=end: value[begin:end])
         halves.append((made, [(row, row - begin) for row in range(begin, end)], end - begin))
