@@ -30,7 +30,14 @@ from meshwright.parallel.branches.branches import (
     recompute_branch_blocks,
 )
 from meshwright.parallel.branches.check import check_branches, has_assigned_branches, without_branch_splits
-from meshwright.parallel.check import check_cast, check_runnable, check_structure, needs_structure, structure_for
+from meshwright.parallel.check import (
+    check_cast,
+    check_embeddings,
+    check_runnable,
+    check_structure,
+    needs_structure,
+    structure_for,
+)
 from meshwright.parallel.chunked_loss.head import head_to_join, join_head_with_loss
 from meshwright.parallel.compiled import Compilation, compile_model
 from meshwright.parallel.context.divide_model import SequenceDivision, context_group, divide_inputs
@@ -97,6 +104,7 @@ def apply(
     check_runnable(plan)
     check_cast(plan, module)
     check_experts(plan, module)
+    check_embeddings(plan, module)
     # The mesh before all else: every later step communicates over one of its axes.
     mesh = build_mesh(plan, device.type, world_size)
     position = position_in_mesh(mesh, plan)

@@ -67,6 +67,7 @@ def checker_of_structure(structure: ModelStructure) -> Callable[[Plan], None]:
         check_runnable(plan)
         check_cast(plan, model)
         check_experts(plan, model, facts)
+        check_embeddings(plan, model)
         if is_sparse():
             check_sparse(plan, model)
         check_derivatives(plan, structure)
@@ -280,6 +281,36 @@ def check_sparse(plan: Plan, model: nn.Module, clip_norm: float | None = None) -
 def _first_sparse_module(model: nn.Module) -> str | None:
     """The name of the first module with sparse gradients, such as `nn.Embedding(sparse=True)`, or None."""
     return next((name for name, module in model.named_modules() if getattr(module, "sparse", False) is True), None)
+
+
+def check_embeddings(plan: Plan, model: nn.Module) -> None:
+    """Raises an `InputError` if the model has an embedding that depends on all samples of a batch, and the plan divides
+    these: gradients with `scale_grad_by_freq` are divided by how often a token occurs, and `max_norm` writes the rows
+    of the tokens that occur. Plans whose ranks update their weights without each other are not refused, since they do
+    not train what one device trains."""
+    if plan.gradients.updates != "synchronous" or plan.gradients.local_steps > 1:
+        return
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if module.scale_grad_by_freq and module.weight.requires_grad and plan.batch_parts > 1:
+            option, effect, instead = "scale_grad_by_freq", "scales gradients by how often a token occurs", "False"
+        elif module.max_norm is not None and _divides_writes(plan, module, model):
+            option, effect, instead = "max_norm", "writes the rows of the tokens that occur", "None"
+        else:
+            continue
+        raise InputError(
+            f"{name or 'the model'} has {option}={getattr(module, option)}, which {effect} in a batch, but under the"
+            f" plan ({plan.summary()}) a forward pass gets some of its tokens only: build it with {option}={instead},"
+            " or choose a plan without replicate and shard axes, accumulation and microbatches"
+        )
+
+
+def _divides_writes(plan: Plan, embedding: nn.Embedding | nn.EmbeddingBag, model: nn.Module) -> bool:
+    """Whether ranks would write different rows of this embedding, or another module that uses its weight would see in
+    one microbatch what the next one is to write. A row that is written twice stays as it is."""
+    users = [m for m in model.modules() if any(p is embedding.weight for p in m.parameters(recurse=False))]
+    return plan.data_ranks > 1 or (plan.microbatches > 1 and len(users) > 1)
 
 
 def check_structure(plan: Plan, model: nn.Module, structure: Structure) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import InputError
-from meshwright.parallel.check import check_plan, check_runnable
+from meshwright.parallel.check import check_embeddings, check_plan, check_runnable
 from meshwright.plan import Plan
 
 
@@ -163,3 +163,43 @@ def test_an_expert_axis_needs_experts() -> None:
 def test_what_cannot_be_executed_is_refused(plan: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         check_runnable(Plan.model_validate(plan))
+
+
+DIVIDED = [{"axes": {"replicate": 2}}, {"axes": {"shard": 2}}, {"axes": {"replicate": 2, "expert": 2}}]
+MICROBATCHES = [
+    {"memory": {"accumulation": 2}},
+    {"axes": {"pipeline": 2}, "pipeline": {"cuts": ["0"], "microbatches": 2}},
+]
+WHOLE = [{}, {"axes": {"tensor": 2}}, {"axes": {"context": 2}}]
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_embeddings_that_depend_on_all_tokens_of_a_batch_are_refused_where_it_is_divided(kind: type[nn.Module]) -> None:
+    scaled = nn.Sequential(kind(6, 4, scale_grad_by_freq=True), nn.Linear(4, 6))
+    written = nn.Sequential(kind(6, 4, max_norm=1.0), nn.Linear(4, 6))
+    for groups in DIVIDED + MICROBATCHES:
+        with pytest.raises(InputError, match=r"^0 has scale_grad_by_freq=True.*build it with scale_grad_by_freq=False"):
+            check_embeddings(Plan.model_validate(groups), scaled)
+    for groups in DIVIDED:
+        with pytest.raises(InputError, match=r"^0 has max_norm=1.0.*build it with max_norm=None"):
+            check_embeddings(Plan.model_validate(groups), written)
+    for groups in WHOLE:
+        check_embeddings(Plan.model_validate(groups), scaled)
+        check_embeddings(Plan.model_validate(groups), written)
+
+
+def test_rows_are_written_once_in_microbatches_unless_another_layer_uses_them() -> None:
+    model = nn.Sequential(nn.Embedding(6, 4, max_norm=1.0), nn.Linear(4, 6))
+    for groups in MICROBATCHES:
+        check_embeddings(Plan.model_validate(groups), model)
+    model[1].weight = model[0].weight
+    for groups in MICROBATCHES:
+        with pytest.raises(InputError, match=r"max_norm"):
+            check_embeddings(Plan.model_validate(groups), model)
+
+
+def test_ranks_that_do_not_train_what_one_device_trains_may_scale_by_their_own_tokens() -> None:
+    model = nn.Embedding(6, 4, scale_grad_by_freq=True)
+    check_embeddings(Plan.model_validate({"axes": {"replicate": 2}, "gradients": {"local_steps": 2}}), model)
+    model.weight.requires_grad_(False)
+    check_embeddings(Plan.model_validate({"axes": {"replicate": 2}}), model)

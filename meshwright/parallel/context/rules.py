@@ -32,10 +32,13 @@ _cross_entropy: Callable[..., Tensor] = cross_entropy_function
 _nll_loss: Callable[..., Tensor] = nll_loss_function
 
 
-def embedding(weight: Tensor, indices: Tensor, *options: Any, **named_options: Any) -> Any:
-    if isinstance(weight, SequenceView) or not isinstance(indices, SequenceView):
+def embedding(
+    weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> Any:
+    """Gradients that are divided by how often a row is looked up need the indices of all ranks."""
+    if isinstance(weight, SequenceView) or not isinstance(indices, SequenceView) or scale_grad_by_freq:
         return NotImplemented
-    rows = torch.embedding(weight, indices.local_tensor, *options, **named_options)
+    rows = torch.embedding(weight, indices.local_tensor, padding_idx, scale_grad_by_freq, sparse)
     return SequenceView(rows, indices.spec, (*indices.shape, weight.shape[1]))
 
 
