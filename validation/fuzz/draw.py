@@ -75,11 +75,11 @@ def allows(operator: Operator, kind: PlanKind) -> bool:
         accumulation = kind.groups.get("memory", {}).get("accumulation", 1)
         synchronized = kind.groups.get("numerics", {}).get("batch_norm") == "synchronized"
         return kind.parts == 1 or (synchronized and accumulation == 1)
-    return operator.needs != "one_part" or kind.parts == 1
+    return "one_part" not in operator.needs or kind.parts == 1
 
 
 def _models_for(focus: Operator, kind: PlanKind) -> list[str]:
-    if focus.needs == "tokens":
+    if "tokens" in focus.needs:
         return [model for model in kind.models if model == "tokens"]
     return [model for model in kind.models if _path(BASE_LAYOUTS[model], focus.takes) is not None]
 
@@ -97,7 +97,7 @@ def _draw_program(rng: Random, kind: PlanKind, focus: Operator) -> Program:
     if kind.operators:
         bodies[0] = (*bodies[0], drawing.statement(OPERATORS[rng.choice(kind.operators)], "BLD"))
     around = drawing.around(focus)
-    if focus.needs == "tokens" or rng.random() < 0.5:
+    if "tokens" in focus.needs or rng.random() < 0.5:
         place = rng.randrange(1 if model in ("towers", "heads") else blocks + 1)
         places[place] = (*places[place], *around)
     else:
@@ -162,7 +162,7 @@ class _Drawing:
             return False
         if operator.needs == "kept":
             return kept == layout
-        return operator.needs != "tokens" or (in_model and self.model == "tokens")
+        return "tokens" not in operator.needs or (in_model and self.model == "tokens")
 
     def around(self, focus: Operator) -> Statements:
         """The statement of one operator, with those that lead to a layout that it takes and back."""

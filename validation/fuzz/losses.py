@@ -1,7 +1,7 @@
 """Loss functions as source: means, sums, masked ones, and those that compare the samples of a batch.
 
 `output` has the scores of V classes for each position or sample, and `target` the classes; in some losses a part of
-them is -100.
+them is -100. For torch's own losses, the classes are dimension 1 of the output.
 """
 
 from dataclasses import dataclass
@@ -10,12 +10,15 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class LossSource:
     """`lines` are the body of `loss(output, target)`. `ignores`: some targets are -100. `is_coupled`: it compares
-    samples. `is_own`: the model returns it."""
+    samples. `is_own`: the model returns it. `is_torch`: it is one of torch's, and `lines` is an expression.
+    `takes_numbers`: the target has a number for each score."""
 
     lines: str
     ignores: bool = False
     is_coupled: bool = False
     is_own: bool = False
+    is_torch: bool = False
+    takes_numbers: bool = False
 
 
 _ROWS = "rows, classes = output.flatten(0, -2), target.flatten()\n"
@@ -50,6 +53,12 @@ LOSSES: dict[str, LossSource] = {
     "batch variance": LossSource(
         _ROWS + "return F.cross_entropy(rows, classes) + output.var(0).mean()", is_coupled=True
     ),
+    "CrossEntropyLoss": LossSource("nn.CrossEntropyLoss()", is_torch=True),
+    "CrossEntropyLoss ignored": LossSource("nn.CrossEntropyLoss()", ignores=True, is_torch=True),
+    "CrossEntropyLoss sum": LossSource("nn.CrossEntropyLoss(reduction='sum')", ignores=True, is_torch=True),
+    "CrossEntropyLoss of a class": LossSource("nn.CrossEntropyLoss(ignore_index=2)", is_torch=True),
+    "F.cross_entropy": LossSource("F.cross_entropy", ignores=True, is_torch=True),
+    "MSELoss": LossSource("nn.MSELoss()", is_torch=True, takes_numbers=True),
     "own": LossSource(_ROWS + "return F.cross_entropy(rows, classes)", is_own=True),
     "own and ignored": LossSource(_ROWS + "return F.cross_entropy(rows, classes)", ignores=True, is_own=True),
     "own squares": LossSource(

@@ -8,7 +8,7 @@ from textwrap import indent
 from types import ModuleType
 from typing import Any
 
-from validation.fuzz.losses import LOSSES
+from validation.fuzz.losses import LOSSES, LossSource
 from validation.fuzz.operators.operator import Operator
 from validation.fuzz.operators.table import OPERATORS
 from validation.fuzz.program import BASE_LAYOUTS, Case, Program, Statement, Statements
@@ -61,12 +61,9 @@ def render(case: Case) -> str:
     program, loss = case.program, LOSSES[case.loss]
     definitions: dict[str, str] = {}
     parts = [_block(program, number, place, definitions) for number, place in _distinct_blocks(program)]
-    model = (
-        _towers(program, definitions)
-        if program.kind in ("towers", "heads")
-        else _model(program, loss.is_own, definitions)
-    )
+    model = _towers(program, definitions) if program.kind in ("towers", "heads") else _model(program, loss, definitions)
     function = "def loss(output, target):\n" + indent(loss.lines, "    ")
+    function = f"loss = {loss.lines}" if loss.is_torch else function
     return "\n\n\n".join([_IMPORTS.strip(), function, *definitions.values(), *parts, model]) + "\n"
 
 
@@ -101,7 +98,7 @@ def _block(program: Program, number: int, place: Statements, definitions: dict[s
     return _class(f"Block{number}", init, "x", "\n".join(part for part in (forward, "return x") if part))
 
 
-def _model(program: Program, is_own: bool, definitions: dict[str, str]) -> str:
+def _model(program: Program, loss: LossSource, definitions: dict[str, str]) -> str:
     names = [f"Block{0 if program.equal_blocks else number}()" for number in range(len(program.blocks))]
     init = [_fill(_IN[program.kind], program), f"self.blocks = nn.ModuleList([{', '.join(names)}])"]
     forward = [_fill(_START[program.kind], program)]
@@ -119,8 +116,10 @@ def _model(program: Program, is_own: bool, definitions: dict[str, str]) -> str:
     if program.tied_head and program.kind == "tokens":
         init.append("self.head.weight = self.words.weight")
     forward += [_POOL[layout]] if layout != "BLD" or program.pooled else []
-    forward += ["x = self.head(x)", "return loss(x, target)" if is_own else "return x"]
-    return _class("Model", _joined(init), "t, target" if is_own else "t", _joined(forward))
+    forward += ["x = self.head(x)"]
+    forward += ["x = x.movedim(-1, 1)"] if loss.is_torch and layout == "BLD" and not program.pooled else []
+    forward += ["return loss(x, target)" if loss.is_own else "return x"]
+    return _class("Model", _joined(init), "t, target" if loss.is_own else "t", _joined(forward))
 
 
 def _towers(program: Program, definitions: dict[str, str]) -> str:

@@ -63,6 +63,12 @@ _add(
     **_TOKENS,
 )
 _add(
+    "F.embedding scale_grad_by_freq",
+    "{y} = {x} + F.embedding(t % 5, self.{m}, scale_grad_by_freq=True)",
+    init="self.{m} = nn.Parameter(torch.randn(5, {D}))",
+    **{**_TOKENS, "needs": "one_part tokens"},
+)
+_add(
     "weight indexed by token",
     "{y} = {x} + self.{m}[t % 5]",
     init="self.{m} = nn.Parameter(torch.randn(5, {D}))",

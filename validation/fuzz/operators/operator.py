@@ -26,7 +26,7 @@ DERIVED = ("x", "y", "m", "n", "rest", "B", "L", "D", "H", "E", "V", "C", "S", "
 class Operator:
     """`forward`, `init` and `definitions` are lines of the module's `forward`, of its constructor and of the file.
     `takes` are the layouts of the input; `gives` is the layout of the output if it is another one. `needs` is what a
-    program must have: `tokens`, the token ids as `t`; `one_part`, a plan that does not divide batches."""
+    program must have: `tokens`, the token ids as `t`; `one_part`, a plan that does not divide batches; or both."""
 
     name: str
     family: str

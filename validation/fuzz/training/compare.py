@@ -22,11 +22,12 @@ def difference(expected: Training, losses: tuple[float, ...], state: Mapping[str
     if set(state) != set(expected.state):
         return math.inf, f"other names: {sorted(set(state) ^ set(expected.state))}"
     for name, wanted in expected.state.items():
-        if name in expected.no_gradient:
-            continue
         found = state[name]
         if found.shape != wanted.shape or found.dtype != wanted.dtype:
             return math.inf, f"{name} is {found.dtype} {tuple(found.shape)}"
+        places = expected.rounding_only.get(name)
+        if places is not None:
+            found = torch.where(places, wanted, found)
         worst = max(worst, (_tensor_difference(found, wanted), name))
     return worst
 

@@ -29,4 +29,6 @@ def _batch(case: Case, samples: int, generator: torch.Generator) -> Batch:
     if LOSSES[case.loss].ignores:
         target.masked_fill_(torch.rand(target.shape, generator=generator) < 0.3, -100)
         target[:1] = 0  # a batch whose targets are all ignored has no mean
+    if LOSSES[case.loss].takes_numbers:
+        target = torch.nn.functional.one_hot(target, sizes.V).double().movedim(-1, 1)
     return inputs, target

@@ -1,6 +1,7 @@
 """Trains a case in plain PyTorch in this process: the result that every plan has to have."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,12 +22,12 @@ class Invalid(Exception):
 
 @dataclass(frozen=True)
 class Training:
-    """The losses by step, and the weights and buffers at the end. `no_gradient`: parameters whose gradients are nothing
-    but rounding."""
+    """The losses by step, and the weights and buffers at the end. `rounding_only`: for each parameter, where its
+    gradients were nothing but rounding in a step."""
 
     losses: tuple[float, ...]
     state: dict[str, Tensor]
-    no_gradient: frozenset[str] = frozenset()
+    rounding_only: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def build(case: Case, file: Path) -> tuple[nn.Module, ModuleType]:
@@ -54,11 +55,12 @@ def train(case: Case, file: Path, noise: float = 0.0) -> Training:
 
 def _train(case: Case, model: nn.Module, source: ModuleType) -> Training:
     optimizer = OPTIMIZERS[case.optimizer](model)
-    losses, small = [], set[str]()
+    losses, small = [], dict[str, Tensor]()
     for batch in batches(case):
         optimizer.zero_grad(set_to_none=True)
         losses.append(_backward(case, model, source, batch))
-        small |= _rounding_only(model)
+        for name, places in _rounding_only(model).items():
+            small[name] = small[name] | places if name in small else places
         if case.clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
         optimizer.step()
@@ -68,7 +70,7 @@ def _train(case: Case, model: nn.Module, source: ModuleType) -> Training:
             raise Invalid(f"{name} is not finite")
         if value.numel() and value.abs().max() > 1e6:
             raise Invalid(f"{name} is too large")
-    return Training(tuple(losses), state, frozenset(small))
+    return Training(tuple(losses), state, small)
 
 
 def _backward(case: Case, model: nn.Module, source: ModuleType, batch: Batch) -> float:
@@ -96,12 +98,19 @@ def halves(batch: Batch) -> list[Batch]:
     return [(batch[0][:middle], batch[1][:middle]), (batch[0][middle:], batch[1][middle:])]
 
 
-def _rounding_only(model: nn.Module) -> set[str]:
-    sizes = {n: p.grad.abs().max().item() for n, p in model.named_parameters() if p.grad is not None and p.numel()}
-    largest = max(sizes.values(), default=0.0)
+def _rounding_only(model: nn.Module) -> dict[str, Tensor]:
+    """For each parameter, where its gradient is zero but for rounding, such as in the bias of the keys of attention. An
+    exact zero counts only if the others of the parameter are rounding, too."""
+    sizes = {n: p.grad.abs() for n, p in model.named_parameters() if p.grad is not None and p.numel()}
+    largest = max((size.max().item() for size in sizes.values()), default=0.0)
     if largest < 1e-9:
         raise Invalid("all gradients are zero")
-    return {name for name, size in sizes.items() if 0 < size < 1e-10 * largest}
+    limit = 1e-10 * largest
+    return {
+        name: (size < limit) & ((size > 0) | (0 < size.max() < limit))
+        for name, size in sizes.items()
+        if bool(((size > 0) & (size < limit)).any())
+    }
 
 
 def _disturb(model: nn.Module, noise: float, seed: int) -> None:

@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from meshwright.errors import InputError
 from meshwright.plan import Plan
+from meshwright.proof.before_training.mixing.check import check_mixing
+from meshwright.proof.before_training.training import Training
 from meshwright.train.parallelize import parallelize
 from meshwright.train.session import Session
 from validation.fuzz.losses import LOSSES
@@ -70,14 +72,19 @@ def run_case(rank: int, world_size: int, values: dict[str, Any], folder: str, fa
 def _session(case: Case, rank: int, folder: Path) -> tuple[Session, Plan]:
     model, source = build(case, folder / f"program_{rank}.py")
     plan = Plan.model_validate(case.plan)
+    optimizer, sample = OPTIMIZERS[case.optimizer](model), tuple(part[:4] for part in batches(case)[0])
+    loss = None if LOSSES[case.loss].is_own else source.loss
+    training = Training(model, optimizer, loss, sample, None, case.clip_norm)
     session = parallelize(
         model,
-        OPTIMIZERS[case.optimizer](model),
-        loss=None if LOSSES[case.loss].is_own else source.loss,
+        optimizer,
+        loss=loss,
         plan=plan,
         clip_norm=case.clip_norm,
-        sample_batch=tuple(part[:4] for part in batches(case)[0]),
+        sample_batch=sample,
         device="cpu",
+        # Of what users' sessions check, only what no rule can see: the others would hide a wrong rule.
+        check_plan=lambda plan, world: check_mixing(training, plan, "check=False", world, world.device),
     )
     return session, plan
 
