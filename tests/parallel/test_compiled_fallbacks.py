@@ -130,8 +130,9 @@ def test_a_loss_that_differentiates_twice_trains_uncompiled() -> None:
     with compiling_with("aot_eager"):
         losses, texts = train("model", Penalized, EQUAL, penalty)
     assert losses == pytest.approx(expected, rel=1e-5)
-    assert len(texts) == 1, texts
-    assert "compiling failed" in texts[0]
+    # The trial of the loss has outputs without a graph, which this loss cannot differentiate.
+    assert ["could not be tried" in text for text in texts] == [True, False], texts
+    assert "compiling failed" in texts[1]
 
 
 @pytest.mark.soak

@@ -51,7 +51,7 @@ from meshwright.user_code import running_line
 # Names of tensor attributes and methods. Those of the first group do not touch elements and describe the full tensor;
 # those of the second concern autograd, which runs on the local tensor.
 _NAMES = {
-    "metadata": "shape size dim ndim ndimension dtype device layout numel nelement element_size "
+    "metadata": "shape size dim ndim ndimension dtype device layout requires_grad is_leaf numel nelement element_size "
     "itemsize nbytes is_floating_point is_complex is_signed is_nested is_sparse is_sparse_csr is_quantized is_mkldnn "
     "is_cuda is_cpu is_meta is_mps is_xpu is_inference get_device stride is_contiguous names has_names grad __len__ "
     "__hash__ __repr__ __format__ __dir__ _version _base output_nr",
@@ -78,11 +78,11 @@ def dispatch_by_rules(
         # name of the other.
         func = getattr(func, "__wrapped__", func)
     name = function_name(func)
+    if name in _AUTOGRAD:
+        return call_autograd_function(func, name, args, kwargs)
     if name in METADATA and func not in AUTOGRAD_ENTRIES:
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    if name in _AUTOGRAD:
-        return call_autograd_function(func, name, args, kwargs)
     _prepare_views(func, name, args, kwargs)
     if name.startswith("new_"):  # `new_zeros` and the like take only the dtype and the device of the tensor
         return func(*_replace_views(args, _local_tensor), **kwargs)
