@@ -275,7 +275,7 @@ def compare_with_one_process(
         for number, (example, size) in enumerate(parts):
             with nullcontext() if size else unchanged_statistics(unsplit):
                 loss = total(unsplit(*example.arguments, **example.keywords)) * weights[number]
-            loss.backward()
+                loss.backward()
             if has_last_stage:
                 errors["loss"] = max(errors["loss"], error(losses[number].detach(), loss.detach(), 1e-9))
         right = {n: p.grad for n, p in unsplit.named_parameters()}
