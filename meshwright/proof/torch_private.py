@@ -61,3 +61,18 @@ def backward_passes_in(context: AbstractContextManager[Any]) -> Iterator[None]:
 def process_groups() -> list[dist.ProcessGroup]:
     """The process groups that this process is in at the moment."""
     return list(distributed_c10d._world.pg_map) if dist.is_initialized() else []
+
+
+@contextmanager
+def refuse_collectives() -> Iterator[None]:
+    """Within this context, a collective raises an error. It would wait forever in code that one rank runs alone."""
+    original = distributed_c10d._rank_not_in_group  # every collective asks this first
+
+    def refuse(group: Any) -> bool:
+        raise RuntimeError("the model communicates with other ranks, so it cannot run on one rank alone")
+
+    distributed_c10d._rank_not_in_group = refuse
+    try:
+        yield
+    finally:
+        distributed_c10d._rank_not_in_group = original

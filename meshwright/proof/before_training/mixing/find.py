@@ -45,7 +45,7 @@ from meshwright.proof.before_training.reduction import (
 )
 from meshwright.proof.before_training.training import Training
 from meshwright.proof.before_training.vocabulary import large_vocabularies, narrow_tokens
-from meshwright.proof.torch_private import tree_map
+from meshwright.proof.torch_private import refuse_collectives, tree_map
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4}  # relative to the largest number of a tensor
 _SMALL_FLOPS = 2e9  # of a step of one sample; above this the model is made smaller
@@ -74,7 +74,9 @@ def find_mixing(training: Training, device: torch.device) -> Mixing | None:
     if listed_samples(training.sample_batch) is not None:
         return None
     begin = time.monotonic()
-    with preserve_generators(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    # Other ranks do not run the trial, so nothing in it may wait for them.
+    seeds = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+    with preserve_generators(), seeds, refuse_collectives():
         step = _fake_step_or_none(training)
         digest = check_digest(training, Plan(), step, f"{device.type}, samples") if step else None
         if digest is not None and is_kept(digest):
