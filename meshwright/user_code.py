@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from meshwright import errors
 from meshwright.errors import MeshwrightError, UserCodeError
@@ -76,6 +76,13 @@ def running_line() -> str:
             in_library = f"{file}, line {frame.f_lineno}"
         frame = frame.f_back
     return in_library or "the model's code"
+
+
+def line_of_function(function: Any) -> str:
+    """Returns the line where a function begins, as `FILE, line N`; empty for functions that are not written in
+    Python."""
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename}, line {code.co_firstlineno}" if code else ""
 
 
 def _is_machinery(file: str) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 from torch.utils.data import default_collate
 
 from meshwright.errors import InputError, UserCodeError
-from meshwright.user_code import raise_user_code_error, user_position
+from meshwright.user_code import line_of_function, raise_user_code_error, user_position
 
 MOST_SAMPLES = 10**12  # the order of an epoch takes 8 bytes per sample
 _MOST_NAMED = 4  # an error names at most so many samples
@@ -172,5 +172,5 @@ def name_of(dataset: Any) -> str:
 def _defined_at(function: Any) -> str:
     """Returns the end of a message that says where a function is defined, such as ` (my_data.py, line 12)`. Empty for
     functions that are not written in Python."""
-    code = getattr(function, "__code__", None)
-    return f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
+    line = line_of_function(function)
+    return f" ({line})" if line else ""

@@ -22,6 +22,7 @@ from meshwright.errors import InputError
 from meshwright.parallel.model import ParallelModel
 from meshwright.parallel.torch_private import fsdp_parameter_groups, gradient_hooks, was_gathered
 from meshwright.plan import Plan
+from meshwright.user_code import line_of_function
 
 _SCALES = (1e-3, 1.0, 1e3)  # of the gradients of a trial: hooks that clip change large ones only
 _TOLERANCE = 1e-3  # relative to the largest number, in fp32
@@ -219,6 +220,6 @@ def _is_pointwise(change: Callable[[Tensor], Tensor], parameter: Tensor) -> bool
 def _describe(hook: Any) -> str:
     """`clip (my_model.py, line 12)`."""
     function = getattr(hook, "func", hook)
-    code = getattr(function, "__code__", None)
+    line = line_of_function(function)
     name = getattr(function, "__qualname__", type(function).__name__)
-    return f"{name} ({code.co_filename}, line {code.co_firstlineno})" if code else name
+    return f"{name} ({line})" if line else name

@@ -29,6 +29,7 @@ from meshwright.data.randomness import preserve_generators
 from meshwright.errors import InputError
 from meshwright.parallel.model import ParallelModel
 from meshwright.train.loss.loss import Loss
+from meshwright.user_code import line_of_function
 
 # What rounding changes in a loss, by its dtype: larger differences are taken for those of padding.
 _ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-5}
@@ -168,9 +169,9 @@ def _describe(collate: Any) -> str:
     """`collate_fn pad (my_data.py, line 12)`."""
     function = getattr(collate, "func", collate)
     written = function if hasattr(function, "__code__") else getattr(type(function), "__call__", None)  # noqa: B004
-    code = getattr(written, "__code__", None)
+    line = line_of_function(written)
     name = getattr(function, "__name__", type(function).__name__)
-    return f"the collate function {name}" + (f" ({code.co_filename}, line {code.co_firstlineno})" if code else "")
+    return f"the collate function {name}" + (f" ({line})" if line else "")
 
 
 def _what_it_does(dependence: BatchDependence) -> str:

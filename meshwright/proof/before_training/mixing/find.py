@@ -9,7 +9,7 @@ no dimension that grows with the samples, such as a loss, is not compared here: 
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from meshwright.profile.fake import batch_size
 from meshwright.proof.before_training.digest import check_digest
 from meshwright.proof.before_training.fake_step import FakeStep, fake_step
 from meshwright.proof.before_training.kept import is_kept, keep
+from meshwright.proof.before_training.mixing.backward import backward_line
 from meshwright.proof.before_training.mixing.copies import set_mode, with_drawn_weights, without_weights
 from meshwright.proof.before_training.mixing.locate import locate
 from meshwright.proof.before_training.mixing.rows import (
@@ -58,14 +59,19 @@ _KEEP_ABOVE_S = 0.5  # trials that take less are made at each start
 
 @dataclass(frozen=True)
 class Mixing:
-    """A module that mixes samples, empty for the whole model, and the line that does it; empty if it is not known."""
+    """A module that mixes samples, empty for the whole model, and the line that does it; empty if it is not known.
+    `in_backward`: it does so in its backward pass, or this is not linear in the gradients that it gets."""
 
     module: str
     line: str
+    in_backward: bool = False
 
     def __str__(self) -> str:
         name = f"the module {self.module}" if self.module else "the model"
-        return f"{name} mixes the samples of a batch" + (f" ({self.line})" if self.line else "")
+        mixes = f"{name} mixes the samples of a batch"
+        if self.in_backward:
+            mixes = f"the backward pass of {name} mixes the samples of a batch, or is not linear in its gradients"
+        return mixes + (f" ({self.line})" if self.line else "")
 
 
 def find_mixing(training: Training, device: torch.device) -> Mixing | None:
@@ -142,7 +148,7 @@ class _Trial:
         first, second = self._run(model, batch, True), self._run(model, other, True)
         different = self._different(model, batch, True, first, second)
         if different is None:
-            return None
+            return self._backward_mixing(model, batch, True)
         if self._is_repeated(model, batch, True, first, seed=1):
             return self._located(model, batch, different, True)
         if self._is_repeated(model, batch, True, first, seed=0):  # it draws random numbers
@@ -152,9 +158,24 @@ class _Trial:
                 return Mixing("", "")
         first, second = self._run(model, batch, False), self._run(model, other, False)
         different = self._different(model, batch, False, first, second)
-        if different is None or not self._is_repeated(model, batch, False, first, seed=1):
+        if different is None:
+            return self._backward_mixing(model, batch, False)
+        if not self._is_repeated(model, batch, False, first, seed=1):
             return None
         return self._located(model, batch, different, False)
+
+    def _backward_mixing(self, model: nn.Module, batch: Any, training: bool) -> Mixing | None:
+        """Returns the mixture of a backward pass, of a model whose forward pass mixes nothing."""
+
+        def run() -> list[tuple[list[Tensor], Sequence[int | None]]]:
+            batches = [(batch, self._size), *((half, size) for half, _, size in half_batches(batch, self._size))]
+            outputs = [(self._outputs(model, rows, training, 0), size) for rows, size in batches]
+            (whole, size), (part, part_size) = outputs[0], outputs[1]
+            dims = [_dim(a, b, (size, part_size)) for a, b in zip(whole, part, strict=True)]
+            return [(leaves, dims) for leaves, _ in outputs]
+
+        line = backward_line(model, run, self._size, self.dtype, _TOLERANCES[self.dtype])
+        return None if line is None else Mixing("", line, in_backward=True)
 
     def _different(
         self, model: nn.Module, batch: Any, training: bool, first: list[Tensor], second: list[Tensor]
@@ -196,6 +217,10 @@ class _Trial:
 
     def _run(self, model: nn.Module, batch: Any, training: bool, seed: int = 0) -> list[Tensor]:
         """Returns the tensors of the model's output for a batch."""
+        return [leaf.detach() for leaf in self._outputs(model, batch, training, seed)]
+
+    def _outputs(self, model: nn.Module, batch: Any, training: bool, seed: int) -> list[Tensor]:
+        """Returns the tensors of the model's output for a batch, from which gradients can be computed."""
         inputs = split_batch(batch, self.target_key)
         set_mode(model, training)
         seed_generators(seed)
@@ -204,11 +229,12 @@ class _Trial:
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         try:
             with torch.enable_grad():
-                return [leaf.detach() for leaf in compared_leaves(model(*inputs.arguments, **inputs.keywords))]
+                return compared_leaves(model(*inputs.arguments, **inputs.keywords))
         finally:
             with torch.no_grad():
                 for buffer, values in buffers:
-                    buffer.copy_(values)
+                    if not torch.equal(buffer, values):  # a backward pass may need the others as they are
+                        buffer.copy_(values)
 
     def _agrees(
         self,

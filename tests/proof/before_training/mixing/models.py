@@ -22,6 +22,32 @@ def pad_to_longest(x: Tensor) -> Tensor:
     return F.pad(x[:, :longest], (0, WIDTH - longest))
 
 
+class MeanOfGradients(torch.autograd.Function):
+    """Returns its input; its gradient is that of each sample and the mean over all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient + gradient.mean(0)
+
+
+def with_hook(x: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:
+    y = x * 1
+    if y.requires_grad:
+        y.register_hook(hook)
+    return y
+
+
+IN_BACKWARD: dict[str, Callable[[Tensor], Tensor]] = {
+    "hook normalizes each sample": lambda x: with_hook(x, lambda g: g / (1 + g.abs().sum(1, keepdim=True))),
+    "hook clips large gradients": lambda x: with_hook(x, lambda g: g.clamp(-1, 1)),
+    "hook divides by the norm": lambda x: with_hook(x, lambda g: g / g.norm()),
+    "hook mixes": lambda x: with_hook(x, lambda g: g - g.mean(0)),
+    "custom function mixes": MeanOfGradients.apply,
+}
 MIXING: dict[str, Callable[[Tensor], Tensor]] = {
     "roll": lambda x: x + x.roll(2, 0),
     "roll of the flat batch": lambda x: x + 0.25 * x.roll(1),
@@ -41,6 +67,8 @@ INDEPENDENT: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda x: F.dropout(x, 0.5, training=True),
     "noise": lambda x: x + torch.randn_like(x),
     "trimmed": pad_to_longest,
+    "linear hook": lambda x: with_hook(x, lambda g: -0.5 * g),
+    "hook of each sample": lambda x: with_hook(x, lambda g: g - g.mean(1, keepdim=True)),
 }
 
 

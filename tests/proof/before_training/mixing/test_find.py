@@ -15,7 +15,7 @@ from meshwright.proof.before_training.mixing.find import Mixing, find_mixing
 from meshwright.proof.before_training.plan_kind import UnequalDivisions
 from meshwright.proof.before_training.training import Training
 from tests.proof.before_training.mixing import models
-from tests.proof.before_training.mixing.models import INDEPENDENT, MIXING, WIDTH, Model
+from tests.proof.before_training.mixing.models import IN_BACKWARD, INDEPENDENT, MIXING, WIDTH, Model
 
 
 def mixing(model: nn.Module, samples: int = 8, loss: Any = F.cross_entropy) -> Mixing | None:
@@ -33,6 +33,14 @@ def test_a_model_that_mixes_samples_is_found(kind: str, samples: int) -> None:
     if kind != "random numbers":  # no line is searched with these
         assert found.module == "inner"
         assert models.__file__ in found.line
+
+
+@pytest.mark.parametrize("kind", IN_BACKWARD)
+def test_a_backward_pass_that_mixes_or_is_not_linear_is_found(kind: str) -> None:
+    found = mixing(Model(IN_BACKWARD[kind]))
+    assert found is not None
+    assert found.in_backward
+    assert models.__file__ in found.line
 
 
 @pytest.mark.parametrize("samples", [1, 8])

@@ -1,0 +1,127 @@
+"""Finds backward passes that mix samples, or that are not linear, such as that of a hook which clips. On n data ranks
+each rank computes the gradients of n times the loss of its part of a batch, and the ranks take their mean:
+
+    gradient(whole batch, scale) = 1/n · Σ over parts of gradient(part, n · scale)          parts_differ()
+
+This is tried on two parts, with two scales: the smaller one is that of a mean, and the other one shows what changes
+large gradients only.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from meshwright.user_code import line_of_function, running_line
+
+RunParts = Callable[[], Sequence[tuple[list[Tensor], Sequence[int | None]]]]
+"""Runs the model on a whole batch and on its parts. Returns the outputs of each, with their dimensions of samples."""
+_SCALES = (1.0, 1024.0)
+# An error is relative to the largest gradient of the parameter, or to this part of the model's largest one: some
+# gradients are nothing but rounding.
+_FLOORS = {torch.float64: 1e-3, torch.float32: 1e-1}
+
+
+def backward_line(model: nn.Module, run: RunParts, samples: int, dtype: torch.dtype, tolerance: float) -> str | None:
+    """Returns the line of the hook or of the custom function whose backward pass mixes samples or is not linear; empty
+    if the line is not known, and None if there is no such backward pass."""
+
+    def differ() -> bool:
+        return any(parts_differ(model, run(), scale / samples, dtype, tolerance) for scale in _SCALES)
+
+    with _Hooks() as hooks:
+        if not differ():
+            return None
+    for line in dict.fromkeys(hooks.lines):
+        with _Hooks(without=line):
+            if not differ():
+                return line
+    functions = [line for outputs, _ in run() for line in _custom_function_lines(outputs)]
+    return next(iter(functions or hooks.lines), "")
+
+
+def parts_differ(
+    model: nn.Module,
+    outputs: Sequence[tuple[list[Tensor], Sequence[int | None]]],
+    scale: float,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> bool:
+    """Whether the gradients of the parameters for the whole batch, which is the first of the outputs, are not the mean
+    of those for the parts."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    count = len(outputs) - 1
+    whole = _gradients(parameters, *outputs[0], scale)
+    parts = [_gradients(parameters, *output, scale * count) for output in outputs[1:]]
+    if whole is None or any(part is None for part in parts):
+        return False
+    largest = max((value.abs().max().item() for value in whole if value is not None and value.numel()), default=0.0)
+    for expected, *found in zip(whole, *(part for part in parts if part is not None), strict=True):
+        mean = sum((value for value in found if value is not None), torch.zeros(()).to(scale)) / count
+        reference = torch.zeros_like(mean) if expected is None else expected
+        size = reference.abs().max().item() if reference.numel() else 0.0
+        limit = tolerance * (size + _FLOORS[dtype] * largest)
+        if not bool(((reference - mean).abs() <= limit).all()):
+            return True
+    return False
+
+
+def _gradients(
+    parameters: Sequence[nn.Parameter], leaves: list[Tensor], dims: Sequence[int | None], scale: float
+) -> Sequence[Tensor | None] | None:
+    """The gradients of the parameters for a loss of these outputs that is a sum over samples; None if no output has
+    samples and a gradient."""
+    terms = [_sum_over_samples(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True) if dim is not None]
+    terms = [term for term in terms if term.requires_grad]
+    return torch.autograd.grad(sum(terms[1:], terms[0]) * scale, parameters, allow_unused=True) if terms else None
+
+
+def _sum_over_samples(leaf: Tensor, dim: int) -> Tensor:
+    """A sum over an output whose gradient differs from sample to sample and from feature to feature."""
+    value = torch.view_as_real(leaf) if leaf.is_complex() else leaf
+    value = value.nan_to_num(0, 0, 0)
+    factors = torch.ones((), dtype=value.dtype, device=value.device)
+    for other, size in enumerate(value.shape):
+        if other != dim:
+            shape = [size if number == other else 1 for number in range(value.dim())]
+            index = torch.arange(size, dtype=value.dtype, device=value.device)
+            factors = factors * (1.5 + (0.7 * index + other).cos()).view(shape)
+    return (factors * (value + 0.1 * value.square())).sum()
+
+
+def _custom_function_lines(leaves: Sequence[Tensor]) -> list[str]:
+    """The lines of the backward passes of custom functions from which these tensors were computed."""
+    nodes = [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None]
+    seen, lines = set(nodes), dict[str, None]()
+    while nodes:
+        node = nodes.pop()
+        function = getattr(getattr(type(node), "_forward_cls", None), "backward", None)
+        if line := line_of_function(function):
+            lines[line] = None
+        for earlier, _ in node.next_functions:
+            if earlier is not None and earlier not in seen:
+                seen.add(earlier)
+                nodes.append(earlier)
+    return list(lines)
+
+
+class _Hooks(TorchFunctionMode):
+    """Collects the lines that register hooks of tensors. Those of the line `without` are not registered."""
+
+    def __init__(self, without: str | None = None) -> None:
+        super().__init__()
+        self._without = without
+        self.lines: list[str] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.register_hook:
+            self.lines.append(running_line())
+            if self.lines[-1] == self._without:
+                return RemovableHandle(OrderedDict())
+        return func(*args, **(kwargs or {}))
