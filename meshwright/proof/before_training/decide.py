@@ -12,7 +12,7 @@ from meshwright.data.randomness import preserve_generators
 from meshwright.plan import Plan
 from meshwright.profile.fake import batch_size
 from meshwright.proof.before_training.digest import check_digest
-from meshwright.proof.before_training.fake_step import FakeStep, fake_step
+from meshwright.proof.before_training.fake_step import FakeStep, fake_step_or_none
 from meshwright.proof.before_training.kept import is_kept
 from meshwright.proof.before_training.plan_kind import samples_of_check
 from meshwright.proof.before_training.reduction import (
@@ -26,6 +26,7 @@ from meshwright.proof.before_training.reduction import (
 from meshwright.proof.before_training.stand_in_loss import TARGET, stand_in_loss, with_target
 from meshwright.proof.before_training.training import Training
 from meshwright.proof.before_training.vocabulary import large_vocabularies
+from meshwright.proof.before_training.widths import NARROW, wide_sizes
 from meshwright.proof.reference.groups import choose_grouping
 from meshwright.proof.reference.reference import Reference
 from meshwright.proof.reference.reference_setup import build_setup
@@ -41,6 +42,7 @@ _FLOPS_PER_S = {"cpu": 8e9, "cuda": 1e12}  # in fp64, of one core or one GPU
 _PASSES = 2.5  # each step is computed by the ranks and by the reference, and tried once
 _S_PER_WEIGHT = 4e-7  # to write, read and compare a weight, its gradient and its optimizer state in one step
 _BYTES_PER_WEIGHT = 8 * 4  # of a copy of the model in fp64, with gradients and an optimizer's state
+_WIDTHS_TRIED = 6  # sizes of wide layers that are made small, one after the other; each takes a traced step
 _LENGTH = 64  # to which sequences and images are cut
 
 
@@ -75,10 +77,10 @@ def decide(training: Training, plan: Plan, device: torch.device) -> Decision:
 
 def _decide(training: Training, plan: Plan, device: torch.device) -> Decision:
     blocks = Reduction(removable_blocks(training.model, plan))
-    step = _fake_step_or_none(training, blocks)
+    step = fake_step_or_none(training, blocks)
     if step is None and blocks.removed:  # a model that indexes its blocks by number fails without some
         blocks = Reduction()
-        step = _fake_step_or_none(training, blocks)
+        step = fake_step_or_none(training, blocks)
     digest = check_digest(training, plan, step, device.type) if step else None
     if digest is not None and is_kept(digest):
         return Decision(digest, kept=True)
@@ -95,13 +97,6 @@ def _decide(training: Training, plan: Plan, device: torch.device) -> Decision:
     return Decision(digest, problem=problem or "it would take too long or too much memory, however small it is made")
 
 
-def _fake_step_or_none(training: Training, reduction: Reduction) -> FakeStep | None:
-    try:
-        return fake_step(training, reduction)
-    except Exception:  # code that depends on the values of tensors, which are not there
-        return None
-
-
 def _reductions(
     training: Training, plan: Plan, blocks: Reduction, step: FakeStep | None, device: torch.device
 ) -> Iterator[Reduction]:
@@ -111,7 +106,10 @@ def _reductions(
     if step is None or _seconds(training, plan, blocks, blocks, step, device) > _ENOUGH_S:
         shorter = replace(blocks, lengths=_shorter_lengths(training, plan, blocks))
         vocabularies = large_vocabularies(training.model)
-        candidates += [shorter, replace(whole, lengths=shorter.lengths), replace(shorter, vocabularies=vocabularies)]
+        smaller = replace(shorter, vocabularies=vocabularies)
+        candidates += [shorter, replace(whole, lengths=shorter.lengths), smaller]
+        if step is not None and _seconds(training, plan, smaller, blocks, step, device) > _ENOUGH_S:
+            candidates.append(replace(smaller, widths=_narrower_widths(training, smaller)))
     estimates = {id(item): _seconds(training, plan, item, blocks, step, device) for item in candidates}
     enough = [item for item in candidates if estimates[id(item)] <= _ENOUGH_S]
     rest = sorted((item for item in candidates if item not in enough), key=lambda item: estimates[id(item)])
@@ -124,9 +122,9 @@ def _seconds(
     training: Training, plan: Plan, item: Reduction, traced: Reduction, step: FakeStep | None, device: torch.device
 ) -> float:
     """Estimates how long the check takes, from the FLOPs of the `step` that was traced under another reduction."""
-    weights = parameter_count(training.model, item.removed, item.vocabularies)
+    weights = parameter_count(training.model, item)
     flops = step.flops if step else 0.0
-    flops *= weights / max(1, parameter_count(training.model, traced.removed))
+    flops *= weights / max(1, parameter_count(training.model, traced))
     for size, shorter in item.lengths.items():
         flops *= shorter / size
     compute_s = _PASSES * STEPS * samples_of_check(plan) * flops / _FLOPS_PER_S.get(device.type, 8e9)
@@ -135,9 +133,7 @@ def _seconds(
 
 def _fits(training: Training, plan: Plan, item: Reduction) -> bool:
     """Whether the ranks' copies of the model and those of the reference fit into the memory of this machine."""
-    needed = (
-        parameter_count(training.model, item.removed, item.vocabularies) * _BYTES_PER_WEIGHT * (plan.world_size + 2)
-    )
+    needed = parameter_count(training.model, item) * _BYTES_PER_WEIGHT * (plan.world_size + 2)
     return needed < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -148,9 +144,21 @@ def _shorter_lengths(training: Training, plan: Plan, blocks: Reduction) -> dict[
     lengths: dict[int, int] = {}
     for size in longest_sizes(training.sample_batch, length):
         tried = {**lengths, size: length}
-        if _fake_step_or_none(training, replace(blocks, lengths=tried)) is not None:
+        if fake_step_or_none(training, replace(blocks, lengths=tried)) is not None:
             lengths = tried
     return lengths
+
+
+def _narrower_widths(training: Training, item: Reduction) -> dict[int, int]:
+    """Returns the sizes of wide layers with which the model still runs if they are small, and the sizes that they are
+    made: those first that most weights belong to."""
+    skipped = {id(p) for name in item.removed for p in training.model.get_submodule(name).parameters()}
+    widths: dict[int, int] = {}
+    for size in wide_sizes(training.model, frozenset(skipped))[:_WIDTHS_TRIED]:
+        tried = replace(item, widths={**widths, size: NARROW})
+        if fake_step_or_none(training, tried) is not None:
+            widths = dict(tried.widths)
+    return widths
 
 
 def make_request(training: Training, plan: Plan, decision: Decision, times: int = 1) -> ProofRequest:

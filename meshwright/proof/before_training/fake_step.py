@@ -2,6 +2,7 @@
 many FLOPs it takes."""
 
 import hashlib
+import logging
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,7 @@ from meshwright.proof.before_training.reduction import (
 )
 from meshwright.proof.before_training.stand_in_loss import stand_in_loss
 from meshwright.proof.before_training.training import Training
+from meshwright.proof.before_training.widths import narrow_widths
 from meshwright.proof.torch_private import TorchDispatchMode
 from meshwright.train.loss.loss import find_model_value
 from meshwright.train.step.optimizer import rebuild_optimizer
@@ -52,6 +54,20 @@ class FakeStep:
     returns_loss: bool
 
 
+def fake_step_or_none(training: Training, reduction: Reduction) -> FakeStep | None:
+    """Makes a step as `fake_step` does; None if the model's code fails on fake tensors, such as code that depends on
+    the values of tensors, which are not there."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # it prints the stack of what fails
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        return fake_step(training, reduction)
+    except Exception:
+        return None
+    finally:
+        log.setLevel(level)
+
+
 def fake_step(training: Training, reduction: Reduction) -> FakeStep:
     """Makes one step of a copy of the reduced training. Raises whatever the model's code raises on fake tensors."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -59,6 +75,7 @@ def fake_step(training: Training, reduction: Reduction) -> FakeStep:
     samples = batch_size(training.sample_batch)
     fake = fake_model(model, mode, removed, samples).train()
     remove_blocks(fake, series_of(model, removed), removed)
+    narrow_widths(fake, reduction.widths)
     batch = fake_batch(shortened(training.sample_batch, reduction.lengths), samples, mode)
     names = renamed_modules(model, removed)
     template_names = {id(p): renamed(name, names) for name, p in model.named_parameters()}

@@ -4,6 +4,7 @@ equal, shorter sequences and smaller images, few samples."""
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from meshwright.profile.equal_blocks import EqualBlocks, find_equal_blocks
 from meshwright.profile.fake import batch_size
 from meshwright.proof.before_training.training import Training
 from meshwright.proof.before_training.vocabulary import narrow_tokens, narrow_vocabulary
+from meshwright.proof.before_training.widths import narrow_shape, narrow_widths
 from meshwright.proof.torch_private import tree_map
 from meshwright.train.step.optimizer import rebuild_optimizer
 
@@ -21,13 +23,14 @@ from meshwright.train.step.optimizer import rebuild_optimizer
 @dataclass(frozen=True)
 class Reduction:
     """What a check leaves out. `removed` are the names of blocks that the model is checked without. `lengths` maps the
-    sizes of dimensions of the batch to smaller ones, and `vocabularies` those of vocabularies. `dtype` is the
-    precision of the comparison."""
+    sizes of dimensions of the batch to smaller ones, `vocabularies` those of vocabularies, and `widths` those of wide
+    layers. `dtype` is the precision of the comparison."""
 
     removed: tuple[str, ...] = ()
     lengths: Mapping[int, int] = field(default_factory=dict)
     dtype: str = "fp64"
     vocabularies: Mapping[int, int] = field(default_factory=dict)
+    widths: Mapping[int, int] = field(default_factory=dict)
 
     def to_plain(self) -> dict[str, Any]:
         """The reduction as plain values, to send it to other ranks."""
@@ -36,11 +39,13 @@ class Reduction:
             "lengths": [list(item) for item in self.lengths.items()],
             "dtype": self.dtype,
             "vocabularies": [list(item) for item in self.vocabularies.items()],
+            "widths": [list(item) for item in self.widths.items()],
         }
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> "Reduction":
-        return cls(tuple(values["removed"]), dict(values["lengths"]), values["dtype"], dict(values["vocabularies"]))
+        sizes = [dict(values[name]) for name in ("lengths", "vocabularies", "widths")]
+        return cls(tuple(values["removed"]), sizes[0], values["dtype"], *sizes[1:])
 
 
 def series_of(model: nn.Module, removed: tuple[str, ...]) -> tuple[EqualBlocks, ...]:
@@ -70,6 +75,7 @@ def reduced_training(training: Training, reduction: Reduction) -> Training:
         model = training.build(reduction.removed)
     remove_blocks(model, series_of(training.model, reduction.removed), reduction.removed)
     narrow_vocabulary(model, reduction.vocabularies)
+    narrow_widths(model, reduction.widths)
     for parameter in model.parameters():
         parameter.grad = None
     template_names = {id(p): renamed(name, names) for name, p in training.model.named_parameters()}
@@ -145,16 +151,15 @@ def shortened(batch: Any, lengths: Mapping[int, int]) -> Any:
     return tree_map(shorten, batch) if lengths else batch
 
 
-def parameter_count(
-    model: nn.Module, removed: tuple[str, ...] = (), vocabularies: Mapping[int, int] | None = None
-) -> int:
-    """The number of weights of the model without the removed blocks, and with small vocabularies."""
-    skipped = {id(p) for name in removed for p in model.get_submodule(name).parameters()}
-    sizes = vocabularies or {}
+def parameter_count(model: nn.Module, reduction: Reduction | None = None) -> int:
+    """The number of weights of the model, made small."""
+    item = reduction or Reduction()
+    skipped = {id(p) for name in item.removed for p in model.get_submodule(name).parameters()}
 
     def count(parameter: nn.Parameter) -> int:
-        rows = parameter.shape[0] if parameter.dim() == 2 else 0
-        return parameter.numel() * sizes.get(rows, rows) // rows if rows else parameter.numel()
+        rows, *columns = parameter.shape or (1,)
+        rows = item.vocabularies.get(rows, rows) if parameter.dim() == 2 else rows
+        return prod(narrow_shape((rows, *columns), item.widths))
 
     return sum(count(p) for p in model.parameters() if id(p) not in skipped)
 

@@ -148,8 +148,13 @@ def scaled_error(actual: Tensor | None, expected: Tensor | None, scale: float | 
         return 0.0 if torch.equal(actual, expected) else math.inf
     wide = torch.complex128 if expected.is_complex() else torch.float64
     actual, expected = actual.to(wide), expected.to(wide)
+    divisor = torch.as_tensor(scale, dtype=torch.float64)
+    if actual.numel():
+        largest = float((actual - expected).abs().div_(divisor).max())
+        if math.isfinite(largest):  # so all numbers are finite, and no 0 was divided by 0
+            return largest
     is_same = (actual == expected) | (actual.isnan() & expected.isnan())
-    errors = (actual - expected).abs() / torch.as_tensor(scale, dtype=torch.float64)
+    errors = (actual - expected).abs() / divisor
     errors = torch.where(is_same, 0.0, errors)
     largest = float(errors.max()) if errors.numel() else 0.0
     return math.inf if math.isnan(largest) else largest
@@ -175,5 +180,9 @@ def _largest_magnitude(tensor: Tensor) -> float:
     """The largest finite absolute value; 0 if the tensor has none, or if it holds integers."""
     if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
         return 0.0
+    if tensor.is_floating_point():
+        smallest, largest = map(float, tensor.aminmax())
+        if math.isfinite(smallest) and math.isfinite(largest):
+            return max(-smallest, largest)
     magnitudes = tensor.abs().double()
     return float(magnitudes[magnitudes.isfinite()].max()) if magnitudes.isfinite().any() else 0.0

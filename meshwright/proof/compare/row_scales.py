@@ -33,6 +33,7 @@ against its own row, down to what rounding explains:
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -56,14 +57,12 @@ class RoundingErrors:
 def slice_scales(tensor: Tensor) -> Tensor:
     """Returns, for each element, the smallest over all dimensions of the largest finite absolute value in the slice
     that holds the element."""
-    magnitudes = tensor.abs().double().nan_to_num(0.0, posinf=0.0)
+    magnitudes = tensor.abs().double().nan_to_num_(0.0, posinf=0.0)
     if tensor.dim() < 2 or not tensor.numel():
         return magnitudes
-    scales = torch.full_like(magnitudes, math.inf)
-    for dim in range(tensor.dim()):
-        others = tuple(other for other in range(tensor.dim()) if other != dim)
-        scales = torch.minimum(scales, magnitudes.amax(others, keepdim=True))
-    return scales
+    dims = range(tensor.dim())
+    largest = (magnitudes.amax([other for other in dims if other != dim], keepdim=True) for dim in dims)
+    return reduce(torch.minimum, largest)  # the result has the shape of the tensor only after the last one
 
 
 def gradient_scales(

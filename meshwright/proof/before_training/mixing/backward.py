@@ -23,15 +23,17 @@ RunParts = Callable[[], Sequence[tuple[list[Tensor], Sequence[int | None]]]]
 _SCALES = (1.0, 1024.0)
 # An error is relative to the largest gradient of the parameter, or to this part of the model's largest one: some
 # gradients are nothing but rounding.
+# Sums over samples are rounded otherwise in parts, and norms may compute in fp32 in any case.
+_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
 _FLOORS = {torch.float64: 1e-3, torch.float32: 1e-1}
 
 
-def backward_line(model: nn.Module, run: RunParts, samples: int, dtype: torch.dtype, tolerance: float) -> str | None:
+def backward_line(model: nn.Module, run: RunParts, samples: int, dtype: torch.dtype) -> str | None:
     """Returns the line of the hook or of the custom function whose backward pass mixes samples or is not linear; empty
     if the line is not known, and None if there is no such backward pass."""
 
     def differ() -> bool:
-        return any(parts_differ(model, run(), scale / samples, dtype, tolerance) for scale in _SCALES)
+        return any(parts_differ(model, run(), scale / samples, dtype) for scale in _SCALES)
 
     with _Hooks() as hooks:
         if not differ():
@@ -49,35 +51,33 @@ def parts_differ(
     outputs: Sequence[tuple[list[Tensor], Sequence[int | None]]],
     scale: float,
     dtype: torch.dtype,
-    tolerance: float,
 ) -> bool:
     """Whether the gradients of the parameters for the whole batch, which is the first of the outputs, are not the mean
     of those for the parts."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     count = len(outputs) - 1
-    whole = _gradients(parameters, *outputs[0], scale)
-    parts = [_gradients(parameters, *output, scale * count) for output in outputs[1:]]
-    if whole is None or any(part is None for part in parts):
-        return False
-    largest = max((value.abs().max().item() for value in whole if value is not None and value.numel()), default=0.0)
-    for expected, *found in zip(whole, *(part for part in parts if part is not None), strict=True):
-        mean = sum((value for value in found if value is not None), torch.zeros(()).to(scale)) / count
-        reference = torch.zeros_like(mean) if expected is None else expected
-        size = reference.abs().max().item() if reference.numel() else 0.0
-        limit = tolerance * (size + _FLOORS[dtype] * largest)
-        if not bool(((reference - mean).abs() <= limit).all()):
+    whole, *parts = (
+        _gradients(parameters, *output, scale * (count if number else 1)) for number, output in enumerate(outputs)
+    )
+    largest = max((float(value.abs().max()) for value in whole if value.numel()), default=0.0)
+    for expected, *found in zip(whole, *parts, strict=True):
+        mean = torch.stack(found).mean(0)
+        size = float(expected.abs().max()) if expected.numel() else 0.0
+        limit = _TOLERANCES[dtype] * (size + _FLOORS[dtype] * largest)
+        if not bool(((expected - mean).abs() <= limit).all()):
             return True
     return False
 
 
 def _gradients(
     parameters: Sequence[nn.Parameter], leaves: list[Tensor], dims: Sequence[int | None], scale: float
-) -> Sequence[Tensor | None] | None:
-    """The gradients of the parameters for a loss of these outputs that is a sum over samples; None if no output has
-    samples and a gradient."""
+) -> Sequence[Tensor]:
+    """The gradients of the parameters for a loss of these outputs that is a sum over samples."""
     terms = [_sum_over_samples(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True) if dim is not None]
     terms = [term for term in terms if term.requires_grad]
-    return torch.autograd.grad(sum(terms[1:], terms[0]) * scale, parameters, allow_unused=True) if terms else None
+    if not terms:
+        return [torch.zeros_like(parameter) for parameter in parameters]
+    return torch.autograd.grad(sum(terms[1:], terms[0]) * scale, parameters, materialize_grads=True)
 
 
 def _sum_over_samples(leaf: Tensor, dim: int) -> Tensor:

@@ -21,7 +21,7 @@ from meshwright.data.randomness import preserve_generators, seed_generators
 from meshwright.plan import Plan
 from meshwright.profile.fake import batch_size
 from meshwright.proof.before_training.digest import check_digest
-from meshwright.proof.before_training.fake_step import FakeStep, fake_step
+from meshwright.proof.before_training.fake_step import FakeStep, fake_step_or_none
 from meshwright.proof.before_training.kept import is_kept, keep
 from meshwright.proof.before_training.mixing.backward import backward_line
 from meshwright.proof.before_training.mixing.copies import set_mode, with_drawn_weights, without_weights
@@ -83,7 +83,7 @@ def find_mixing(training: Training, device: torch.device) -> Mixing | None:
     # Other ranks do not run the trial, so nothing in it may wait for them.
     seeds = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
     with preserve_generators(), seeds, refuse_collectives():
-        step = _fake_step_or_none(training)
+        step = fake_step_or_none(training, Reduction())
         digest = check_digest(training, Plan(), step, f"{device.type}, samples") if step else None
         if digest is not None and is_kept(digest):
             return None
@@ -97,13 +97,6 @@ def find_mixing(training: Training, device: torch.device) -> Mixing | None:
                 keep(digest, "samples are not mixed", 0.0, seconds)
             return mixing
     return None
-
-
-def _fake_step_or_none(training: Training) -> FakeStep | None:
-    try:
-        return fake_step(training, Reduction())
-    except Exception:  # code that depends on the values of tensors, which are not there
-        return None
 
 
 def _trials(training: Training, step: FakeStep | None, device: torch.device) -> Iterator["_Trial"]:
@@ -120,7 +113,7 @@ def _trials(training: Training, step: FakeStep | None, device: torch.device) -> 
     reductions = [whole] if is_small else [blocks, replace(blocks, lengths={}), replace(blocks, removed=()), whole]
     weights = max(1, parameter_count(training.model))
     for reduction in reductions:
-        count = parameter_count(training.model, reduction.removed, reduction.vocabularies)
+        count = parameter_count(training.model, reduction)
         flops = step.flops * count / weights if step and not reduction.lengths else 0.0
         if count > _MOST_WEIGHTS or flops > _MOST_FLOPS:
             continue
@@ -174,7 +167,7 @@ class _Trial:
             dims = [_dim(a, b, (size, part_size)) for a, b in zip(whole, part, strict=True)]
             return [(leaves, dims) for leaves, _ in outputs]
 
-        line = backward_line(model, run, self._size, self.dtype, _TOLERANCES[self.dtype])
+        line = backward_line(model, run, self._size, self.dtype)
         return None if line is None else Mixing("", line, in_backward=True)
 
     def _different(
