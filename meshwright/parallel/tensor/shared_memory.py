@@ -277,9 +277,36 @@ def _writes(func: Any, leaves: list[Any], tree: Any, view: ShardView) -> bool:
     return position in outcome[1]
 
 
-def _dry_run(func: Any, leaves: list[Any], tree: Any) -> tuple[tuple[int | None, ...], frozenset[int]] | None:
-    """Runs the function on tensors without memory that have the layout of the unmodified model's. Returns the argument
-    of which each result shows memory, and the arguments that are written; None if the function needs values."""
+Effects = tuple[tuple[int | None, ...], frozenset[int]]
+
+
+def _dry_run(func: Any, leaves: list[Any], tree: Any) -> Effects | None:
+    """Returns the argument of which each result shows memory, and the arguments that are written; None if the function
+    needs values. It is run once for each combination of shapes and layouts."""
+    known = next(leaf for leaf in leaves if isinstance(leaf, ShardView)).spec.group.local_calls
+    key = ("effects", func, tree, tuple(_layout_key(leaf) for leaf in leaves))
+    try:
+        if key not in known:
+            known[key] = _run_without_memory(func, leaves, tree)
+    except TypeError:  # an argument that cannot be hashed
+        return _run_without_memory(func, leaves, tree)
+    effects: Effects | None = known[key]
+    return effects
+
+
+def _layout_key(leaf: Any) -> Any:
+    if isinstance(leaf, slice):
+        return ("slice", leaf.start, leaf.stop, leaf.step)
+    if not isinstance(leaf, Tensor):
+        return (type(leaf), leaf)
+    local = leaf
+    while isinstance(local, ShardView):
+        local = local.local_tensor
+    return (tuple(leaf.shape), leaf.dtype, tuple(local.shape), local.stride())
+
+
+def _run_without_memory(func: Any, leaves: list[Any], tree: Any) -> Effects | None:
+    """Runs the function on tensors without memory that have the layout of the unmodified model's."""
     try:
         with DisableTorchFunction(), disable_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
             stand_ins = [_stand_in(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
