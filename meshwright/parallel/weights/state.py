@@ -147,7 +147,8 @@ def _broadcast(value: Any, description: _Description, group: dist.ProcessGroup, 
     if description.shape is None:
         return broadcast_value(value, group, source)
     tensor = torch.empty(description.shape, dtype=description.dtype) if value is None else value
-    on_device = tensor.to(device_type)  # NCCL sends and receives on GPUs only
+    # NCCL sends and receives on GPUs only. Memory is sent as it is, and the receivers' tensors are contiguous.
+    on_device = tensor.to(device_type).contiguous()
     dist.broadcast(on_device, group=group, group_src=source)
     return on_device.cpu()
 

@@ -10,12 +10,14 @@ it is there already.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from meshwright.errors import InputError
 from meshwright.parallel.mesh import has_axis
@@ -115,12 +117,20 @@ def _groups_with_copies(parallel: ParallelModel) -> Iterator[_Copies]:
     plan, mesh = parallel.plan, parallel.mesh
     if mesh is None or plan.gradients.local_steps > 1 or plan.axes.expert > 1:
         return
+    local_names = {tie.name: tie.local_name for tie in parallel.tied}
+    divided = defaultdict[str, set[str]](set)
+    for name, layout in parallel.layouts.items():
+        divided[layout.axis].add(name)
     for axis in ("replicate", "context", "tensor"):
         if not has_axis(mesh, axis):
             continue
-        divided = {name for name, layout in parallel.layouts.items() if layout.axis == axis}
-        weights = {name: local_tensor(weight) for name, weight in parallel.parameters().items() if name not in divided}
-        names = tuple(name for name, weight in weights.items() if weight.is_floating_point())
+        names = tuple(
+            name
+            for name, weight in parallel.parameters().items()
+            if local_names.get(name, name) not in divided[axis]
+            and not (axis == "context" and isinstance(weight, DTensor))  # sharded over this axis, too
+            and weight.is_floating_point()
+        )
         if names:
             group = mesh.get_group(axis)
             yield _Copies(group, names, tuple(dist.get_process_group_ranks(group)))

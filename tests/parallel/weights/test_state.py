@@ -37,6 +37,26 @@ def test_state_and_gradients_are_those_of_the_untouched_model(four: RankPool, ax
         assert axes == {"replicate": 4} or local_bytes < local_parameter_bytes(model), "the plan divides the model"
 
 
+def gather_other_strides(rank: int, size: int) -> dict[str, Tensor]:
+    parts = shard_by_hand({"pipeline": 2}, size)
+    if rank == 1:
+        layer = nn.Conv2d(2, 3, 2)
+        layer.weight = nn.Parameter(images())
+        layer.register_buffer("turned", images()[0, 0].t())
+        parts.module.add_module("layer", layer)
+    return full_state(parts.module, parts.layouts, parts.mesh)
+
+
+def images() -> Tensor:
+    return torch.arange(24.0).view(3, 2, 2, 2).contiguous(memory_format=torch.channels_last)
+
+
+def test_weights_of_a_stage_with_other_strides_reach_all_ranks(two: RankPool) -> None:
+    for state in two.run(gather_other_strides):
+        assert torch.equal(state["layer.weight"], images())
+        assert torch.equal(state["layer.turned"], images()[0, 0].t())
+
+
 class WithExtraState(nn.Module):
     def __init__(self, state: Any) -> None:
         super().__init__()
