@@ -1,10 +1,10 @@
-"""The digest of the files that decide how a step on one device runs. A figure of a step carries it, so that a reader sees
-whether the step is still the one that was measured.
+"""The digest of the files that decide how a step on one device runs. A figure of a step carries it, so that a reader
+sees whether the step is still the one that was measured.
 
 Among them is what builds, compiles, captures and runs the step: precision, the loss and its chunks, the optimizer, CUDA
-graphs, blocks that replace modules, and what chooses among these (`best_plan` and tuning). Left out is what a step on one
-device does not run: folders of `parallel/` that divide the model or the batch over ranks, the servers, and the
-simulator, which changes a step only through the plan that is chosen, and a row has its plan.
+graphs, blocks that replace modules, and what chooses among these (`best_plan` and tuning). Left out is what a step on
+one device does not run: folders of `parallel/` that divide the model or the batch over ranks, and the servers. The
+simulator is left out, too: it changes a step only through the plan that is chosen, and a row has its plan.
 """
 
 import hashlib

@@ -1,4 +1,6 @@
-"""Steps of many models on one GPU, by hand and by `best_plan`: `python -m validation.speed.sweep RESULTS.json [MODEL …]`.
+"""Steps of many models on one GPU, by hand and by `best_plan`.
+
+`python -m validation.speed.sweep RESULTS.json [MODEL …]` measures these models, or all of them.
 
 Each form of each model runs in a process of its own with a time limit, and what fails is a row with its reason. A row
 is written after each model. Models that the file has already, measured with the same digest of the step's files, the
@@ -6,8 +8,8 @@ same device and the same torch, are left out, so the command continues where it 
 of different kinds with cold caches. `--shard I/N` takes every N-th model from the I-th on, and `--limit SECONDS` ends
 the whole call in time: a model that was not finished is measured in the next call.
 
-`--predict` measures nothing: it predicts the plans of the rows, which needs no GPU, and writes the commit into rows that
-were measured where there was no git. `--table` prints the rows. `--tiny` uses tiny sizes, for a trial on a CPU.
+`--predict` measures nothing: it predicts the plans of the rows, which needs no GPU, and writes the commit into rows
+that were measured where there was no git. `--table` prints the rows. `--tiny` uses tiny sizes, for a trial on a CPU.
 """
 
 import json

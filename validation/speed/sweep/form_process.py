@@ -1,5 +1,5 @@
-"""One form of a model in a process of its own: it builds the form, makes the first steps, and then times a round of steps
-whenever it is told to. Whatever happens to the process becomes a `Failure`, and never ends the sweep.
+"""One form of a model in a process of its own: it builds the form, makes the first steps, and then times a round of
+steps whenever it is told to. Whatever happens to the process becomes a `Failure`, and never ends the sweep.
 
 The process is forked from one that has imported the libraries and has never used the GPU, so that no form waits for
 imports, and all forms find the same modules imported. It leads a process group of its own, which is killed as a whole,
@@ -55,7 +55,7 @@ class FormProcess:
     """The process of one form, seen from the sweep."""
 
     def __init__(self, case: ModelCase, form: str, options: FormOptions) -> None:
-        self._log = tempfile.NamedTemporaryFile(prefix="sweep-", suffix=".log")  # noqa: SIM115: closed in `end`
+        self._log = tempfile.NamedTemporaryFile(prefix="sweep-")  # noqa: SIM115
         self._connection, theirs = _FORK.Pipe()
         self._process = _FORK.Process(target=_serve, args=(theirs, self._log.name, case, form, options))
         self._process.start()

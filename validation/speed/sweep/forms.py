@@ -1,5 +1,5 @@
-"""The forms in which a model is trained: the loop that a user of PyTorch writes, eager, compiled, and compiled with CUDA
-graphs; and a session under the plan that `mw.best_plan` chooses. Each form is a function that makes one step."""
+"""The forms in which a model is trained: the loop that a user of PyTorch writes, eager, compiled, and compiled with
+CUDA graphs; and a session under the plan that `mw.best_plan` chooses. Each form is a function that makes one step."""
 
 import inspect
 from collections.abc import Callable, Mapping

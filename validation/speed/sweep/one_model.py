@@ -4,8 +4,8 @@ Forms by hand are measured first, each in three rounds in a row. The fastest, an
 turns with ours in three rounds, whose medians replace theirs; the others end before ours begins, so that their memory
 is free. If ours does not fit beside the others, it is measured alone.
 
-With `cold` each compiled form begins with empty caches, one after the other, so that the times to the first steps can be
-compared. Otherwise the forms by hand compile at the same time, and ours finds their kernels in the cache.
+With `cold`, by hand and ours begin with empty caches, one after the other, so that the times to the first steps can
+be compared. Otherwise the forms by hand compile at the same time, and ours finds their kernels in the cache.
 """
 
 import tempfile
@@ -23,7 +23,6 @@ from validation.speed.sweep.forms import BY_HAND, OURS
 ROUNDS = 3
 CONTENDER = 1.1  # forms by hand up to this factor slower than the fastest are measured in turns with ours
 _ROUND_LIMIT_S = 60.0
-_COLD_FORM = "compiled"  # the form by hand whose time to the first step is compared
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""The results file of a sweep: a row for each model, with the digest of the step's files, the commit, the device and the
-version of torch it was measured with."""
+"""The results file of a sweep: a row for each model, with the digest of the step's files, the commit, the device and
+the version of torch it was measured with."""
 
 import json
 import subprocess

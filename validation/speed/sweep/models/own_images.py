@@ -2,6 +2,7 @@
 convolutions, an autoencoder with its loss inside, a radiance field, and detectors of torchvision."""
 
 import math
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -141,7 +142,7 @@ class RadianceField(nn.Module):
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
         sizes = [60, *[width] * layers]
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
         self.head = nn.Linear(width, 4)
 
     def forward(self, points: Tensor) -> Tensor:

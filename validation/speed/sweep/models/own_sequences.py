@@ -1,5 +1,6 @@
 """Own models of sequences, graphs and tables: recurrent layers, experts, scattered sums, embeddings and two towers."""
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -110,6 +111,9 @@ class GraphNet(nn.Module):
 class Recommender(nn.Module):
     """Embeddings of categories and a network over numbers, whose products in pairs go into the second network."""
 
+    first: Tensor
+    second: Tensor
+
     def __init__(self, tables: int, rows: int, width: int, numbers: int) -> None:
         super().__init__()
         self.tables = nn.ModuleList(nn.Embedding(rows, width) for _ in range(tables))
@@ -139,7 +143,7 @@ class Towers(nn.Module):
 
         def tower() -> nn.Sequential:
             sizes = (features, width, width, width)
-            layers = [(nn.Linear(a, b), nn.GELU(), nn.LayerNorm(b)) for a, b in zip(sizes, sizes[1:], strict=False)]
+            layers = [(nn.Linear(a, b), nn.GELU(), nn.LayerNorm(b)) for a, b in pairwise(sizes)]
             return nn.Sequential(*[module for layer in layers for module in layer])
 
         self.query, self.document = tower(), tower()
