@@ -46,7 +46,7 @@ soak: setup
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Writes the generated parts of docs/ again: the reference and the drawings.
+# Writes the generated parts of docs/ again: the reference, the drawings and the table of the sweep.
 reference: setup
 	$(BIN)/python -m documentation
 

@@ -19,6 +19,7 @@ from tests.forking.environment import IS_WORKER, set_variables
 from tests.forking.forked import spawn_by_forking
 from tests.forking.leftovers import adopt_orphans, leaving_nothing
 from tests.ranks import RankPool, enable_onednn, ranks
+from validation.speed.step_digest import table_state
 
 settings.register_profile("meshwright", deadline=None)  # no test fails because a core is busy
 settings.load_profile("meshwright")
@@ -135,6 +136,12 @@ def pytest_collection_finish() -> None:
     """Lets garbage collections leave out what the tests import, which takes longer to look through than most tests."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Says whether the table of the sweep was measured with the step's files as they are."""
+    if line := table_state():
+        terminalreporter.write_line(line, yellow=True)
 
 
 def _tests_of_shard(items: list[pytest.Item], shard: str) -> list[pytest.Item]:

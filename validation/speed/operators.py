@@ -1,5 +1,5 @@
-"""Where the time of a step goes on one GPU: `python -m validation.speed.operators NAME[:BATCH] [WAY]` runs a workload
-of `validation.speed.measure` under one of its plans (`compiled` by default), and lists its kernels by kind."""
+"""Where the time of a step goes on one GPU: `python -m validation.speed.operators MODEL [FORM]` runs a model of
+validation/speed/sweep in one of its forms, by default `ours`, and lists its kernels by kind."""
 
 import sys
 from collections import defaultdict
@@ -7,7 +7,8 @@ from collections import defaultdict
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from validation.speed.measure import case_of, step_of
+from validation.speed.sweep.forms import BY_HAND, OURS, build_by_hand, build_ours
+from validation.speed.sweep.models.all_models import MODELS
 
 _STEPS = 5
 # The first line whose words are in a kernel's name is its kind; names of generated kernels list their operators.
@@ -31,15 +32,17 @@ def _largest(times: dict[str, float]) -> list[tuple[str, float]]:
     return sorted(times.items(), key=lambda item: -item[1])
 
 
-def main(workload: str, way: str = "compiled") -> None:
-    case, batch = case_of(workload)
-    step = step_of(case, f"ours {way}", batch)
+def main(name: str, form: str = OURS) -> None:
+    case, device = MODELS[name], torch.device("cuda", 0)
+    is_ours = form == OURS
+    build = build_ours(case, False, device, None) if is_ours else build_by_hand(case, False, device, BY_HAND[form])
+    step = build().step
     for _ in range(4):
-        step(*batch)
+        step()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(_STEPS):
-            step(*batch)
+            step()
         torch.cuda.synchronize()
     kernels: dict[str, float] = defaultdict(float)
     begin, end = float("inf"), 0.0
@@ -51,7 +54,7 @@ def main(workload: str, way: str = "compiled") -> None:
     for name, time_us in kernels.items():
         kinds[kind_of(name)] += time_us
     total = end - begin
-    print(f"{workload} {way}: {total / _STEPS / 1e3:.2f} ms a step")
+    print(f"{name} {form}: {total / _STEPS / 1e3:.2f} ms a step")
     for kind, time_us in [*_largest(kinds), ("no kernel runs", total - sum(kinds.values()))]:
         print(f"  {kind:16} {time_us / _STEPS / 1e3:8.2f} ms {time_us / total:6.1%}")
     for name, time_us in _largest(kernels)[:25]:

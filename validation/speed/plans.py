@@ -1,4 +1,4 @@
-"""The plans whose steps are measured and predicted, by variant."""
+"""The plans of the steps that are recorded in h200.json, by variant."""
 
 from typing import Any
 
@@ -12,7 +12,6 @@ PLANS: dict[str, dict[str, Any]] = {
     "compiled blocks": {"compile": "blocks"},
     "compiled blocks with graphs": {"compile": "blocks", "cuda_graphs": True},
 }
-MEASURED_PLANS = tuple(PLANS)[:4]  # those that validation/speed/measure.py measures
 
 
 def plan_of(case: dict[str, Any], variant: str) -> Plan:

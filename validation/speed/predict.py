@@ -2,7 +2,8 @@
 
 `python -m validation.speed.predict` predicts every step under a plan of this package (rows whose variant begins with
 `ours`) with the calibration of the reference GPU, and prints the errors, their median and the largest. Rows with a
-`source` were not measured in turns with others: they are single runs, and may have no memory.
+`source` were not measured in turns with others: they are single runs, and may have no memory. The rows were measured
+with commits from 977a841 to 148fb1a; the sweep (validation/speed/sweep) measures and predicts the present step.
 """
 
 import json

@@ -8,6 +8,7 @@ simulator is left out, too: it changes a step only through the plan that is chos
 """
 
 import hashlib
+import json
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "meshwright"
@@ -32,6 +33,7 @@ STEP_FILES = (
     "train/tuning/**/*.py",
 )
 LENGTH = 12
+TABLE = Path(__file__).with_name("sweep") / "h200.json"
 
 
 def step_files(package: Path = PACKAGE) -> list[Path]:
@@ -47,3 +49,20 @@ def step_digest(package: Path = PACKAGE) -> str:
         digest.update(f"{file.relative_to(package).as_posix()} {len(content)}\n".encode())
         digest.update(content)
     return digest.hexdigest()[:LENGTH]
+
+
+def table_state(table: Path = TABLE, package: Path = PACKAGE) -> str | None:
+    """A line that says which models of the table were measured with other files of the step; None if there are none."""
+    present = step_digest(package)
+    rows = json.loads(table.read_text()) if table.exists() else []
+    old = [row for row in rows if row["digest"] != present]
+    if rows and not old:
+        return None
+    state = (
+        "has no rows yet"
+        if not rows
+        else f"was measured with other files of the step ({len(old)} of {len(rows)} models)"
+    )
+    return (
+        f"The digest of the step's files is {present}; the table of docs/performance.md {state}: see CONTRIBUTING.md."
+    )

@@ -45,15 +45,16 @@ _PRELOADED = {
     "torchvision": ("torchvision.models.detection", "torchvision.models.segmentation"),
     "timm": ("timm",),
     "transformers": ("transformers.modeling_utils", "transformers.modeling_outputs"),
-    "own": ("torch._inductor.compile_fx", "meshwright.auto.choose", "meshwright.proof.before_training.parallelize"),
+    "own": ("meshwright.auto.choose", "meshwright.proof.before_training.parallelize"),
 }
+_COMPILER = "torch._inductor.compile_fx"
 
 
 def sweep(options: Namespace) -> None:
     """Measures the models that the results file does not have yet."""
     end = time.monotonic() + options.limit
     cases = list(chosen_models(options))
-    missing = _preload(cases)
+    missing = _preload(cases, compiles=not options.tiny)
     setting = _setting(options)
     rows = read_rows(options.results)
     durations: list[float] = []
@@ -107,7 +108,7 @@ def _new_row(case: ModelCase, setting: Setting) -> Row:
     }
 
 
-def _preload(cases: list[ModelCase]) -> dict[str, str]:
+def _preload(cases: list[ModelCase], compiles: bool) -> dict[str, str]:
     """Imports what the models' processes need. Returns the libraries that cannot be imported, with the reason. Nothing
     here may use the GPU: a process that has used it cannot be forked."""
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # otherwise looking for a GPU uses it
@@ -119,7 +120,7 @@ def _preload(cases: list[ModelCase]) -> dict[str, str]:
             missing[library] = f"{library} is not installed"
             continue
         try:
-            for module in _PRELOADED[library]:
+            for module in (*_PRELOADED[library], *((_COMPILER,) if compiles else ())):
                 import_module(module)
         except Exception as error:
             missing[library] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -171,7 +172,7 @@ def main(arguments: list[str]) -> None:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.predict:
-        _preload(list(chosen_models(options)))
+        _preload(list(chosen_models(options)), compiles=False)
         complete_rows(options.results, [case.name for case in chosen_models(options)])
         return
     sweep(options)

@@ -26,7 +26,7 @@ from validation.speed.sweep.case import ModelCase
 from validation.speed.sweep.forms import BY_HAND, OURS, Built, build_by_hand, build_ours
 
 WARM_UP_STEPS = 8  # a session captures its step after the third
-_ROUND_S, _FEWEST, _MOST = 0.4, 3, 100
+_ROUND_S, _FEWEST, _MOST = 0.4, 3, 400
 _WARM_UP_OF_A_ROUND = 2
 _LONGEST_TEXT = 300
 _PACKAGE = f"{os.sep}meshwright{os.sep}"
@@ -215,8 +215,8 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:_LONGEST_TEXT]
 
 
-def is_out_of_memory(failure: Failure) -> bool:
-    return "OutOfMemory" in failure.reason or "out of memory" in failure.reason
+def is_out_of_memory(reason: str) -> bool:
+    return "OutOfMemory" in reason or "out of memory" in reason
 
 
 def leave(status: int) -> None:

@@ -2,7 +2,7 @@
 
 Forms by hand are measured first, each in three rounds in a row. The fastest, and those within a tenth of it, then take
 turns with ours in three rounds, whose medians replace theirs; the others end before ours begins, so that their memory
-is free. If ours does not fit beside the others, it is measured alone.
+is free. A form that does not fit beside the others is measured alone.
 
 With `cold`, by hand and ours begin with empty caches, one after the other, so that the times to the first steps can
 be compared. Otherwise the forms by hand compile at the same time, and ours finds their kernels in the cache.
@@ -58,8 +58,7 @@ def measure_model(
             ours_options = replace(options, cache=Path(own)) if cold else options
             _measure_ours(case, ours_options, limits, measured, alive)
         finally:
-            for process in alive.values():
-                process.end()
+            _end_all(alive)
     return None if limits.is_over else measured
 
 
@@ -81,17 +80,27 @@ def _measure_by_hand(
         for form in group:
             if form in alive:
                 _take_turns([form], limits, measured, alive)
+    for form in [form for form in BY_HAND if is_out_of_memory(measured[form].get("failure", ""))]:
+        _end_all(alive)
+        _note_ready(form, FormProcess(case, form, options), limits.of_form(), measured, alive)
+        if form in alive:
+            _take_turns([form], limits, measured, alive)
 
 
 def _note_ready(
     form: str, process: FormProcess, until: float, measured: dict[str, dict[str, Any]], alive: dict[str, FormProcess]
-) -> Failure | None:
+) -> None:
+    """Waits for a form, and writes its facts or its failure."""
     answer = process.wait(until)
     if isinstance(answer, Failure):
         measured[form] = {"failure": answer.reason}
-        return answer
-    measured[form], alive[form] = answer, process
-    return None
+    else:
+        measured[form], alive[form] = answer, process
+
+
+def _end_all(alive: dict[str, FormProcess]) -> None:
+    for form in list(alive):
+        alive.pop(form).end()
 
 
 def _end_losers(measured: Mapping[str, dict[str, Any]], alive: dict[str, FormProcess]) -> None:
@@ -108,10 +117,9 @@ def _measure_ours(
     alive: dict[str, FormProcess],
 ) -> None:
     tune_s = 60.0 if options.tune_s is None else options.tune_s
-    failure = _note_ready(OURS, FormProcess(case, OURS, options), limits.of_form(tune_s), measured, alive)
-    if failure is not None and is_out_of_memory(failure) and alive:
-        for form in list(alive):
-            alive.pop(form).end()
+    _note_ready(OURS, FormProcess(case, OURS, options), limits.of_form(tune_s), measured, alive)
+    if alive and is_out_of_memory(measured[OURS].get("failure", "")):
+        _end_all(alive)
         _note_ready(OURS, FormProcess(case, OURS, options), limits.of_form(tune_s), measured, alive)
     if OURS in alive:
         _take_turns(list(alive), limits, measured, alive)

@@ -30,7 +30,7 @@ def sweep_table(rows: list[Row]) -> str:
         parts.append("Seconds from the call to the end of the first step, with empty caches:")
         parts.append(_table(head, [_first_cells(row) for row in cold]))
     if remarks := [line for row in rows for line in _remarks(row)]:
-        parts.append("Failures and warnings:")
+        parts.append(f"Failures and warnings, at {_commits(rows)}:")
         parts.append("\n".join(remarks))
     return "\n\n".join(parts)
 
@@ -45,7 +45,8 @@ def describe_row(row: Row) -> str:
 def _summary(rows: list[Row]) -> str:
     machines = sorted({f"{row['device']} with torch {row['torch']}" for row in rows})
     digests = sorted({row["digest"] for row in rows})
-    lines = [f"{len(rows)} models on {'; '.join(machines)}. Digest of the step's files: {', '.join(digests)}."]
+    place = f"{len(rows)} models on {'; '.join(machines)}, at {_commits(rows)}"
+    lines = [f"{place}. Digest of the step's files: {', '.join(digests)}."]
     if ratios := [value for row in rows if (value := ratio(row)) is not None]:
         lines.append(
             f"Ours : best by hand is {median(ratios):.3f} in the median of {len(ratios)}, {max(ratios):.2f} at most."
@@ -55,6 +56,10 @@ def _summary(rows: list[Row]) -> str:
     if errors := [abs(value) for row in rows if (value := _memory_error(row)) is not None]:
         lines.append(f"Predicted memory is {median(errors):.1%} off in the median, {max(errors):.0%} at most.")
     return " ".join(lines)
+
+
+def _commits(rows: list[Row]) -> str:
+    return ", ".join(f"`{commit}`" for commit in dict.fromkeys(row["commit"] or "unknown" for row in rows))
 
 
 def _cells(row: Row) -> list[str]:

@@ -1,4 +1,4 @@
-"""Models that hang, crash or fail, measured as the sweep measures its models. Run as a program, it prints the results."""
+"""Models that hang, crash or fail, measured as the sweep measures its models; this program prints the results."""
 
 import json
 import os

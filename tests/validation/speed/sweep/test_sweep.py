@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from validation.speed.sweep import __main__ as program
 from validation.speed.sweep.__main__ import chosen_models, main
 from validation.speed.sweep.forms import BY_HAND, FORMS, OURS, build_by_hand
 from validation.speed.sweep.models.all_models import MODELS, TEN
@@ -135,9 +136,23 @@ def _train_two_steps(name: str) -> None:
         assert torch.isfinite(built.step())
 
 
-def test_a_call_without_time_measures_nothing(tmp_path: Path) -> None:
-    printed = run(
-        "validation.speed.sweep", str(tmp_path / "r.json"), "lstm", "--tiny", "--device", "cpu", "--limit", "0"
-    )
-    assert "call again to measure lstm" in printed
-    assert not (tmp_path / "r.json").exists()
+def test_a_call_without_time_measures_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(program, "_preload", lambda cases, compiles: {})
+    monkeypatch.setattr(program, "_setting", lambda options: _setting())
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")
+    results = tmp_path / "r.json"
+    main([str(results), "lstm", "gru", "--tiny", "--device", "cpu", "--limit", "0"])
+    assert "call again to measure lstm" in capsys.readouterr().out
+    assert not results.exists()
+
+
+def test_a_model_whose_library_is_missing_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "_preload", lambda cases, compiles: {"timm": "timm is not installed"})
+    monkeypatch.setattr(program, "_setting", lambda options: _setting())
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")
+    main([str(tmp_path / "r.json"), "mixer_b_16", "--tiny", "--device", "cpu"])
+    (row,) = read_rows(tmp_path / "r.json")
+    assert row["failure"] == "not available: timm is not installed"
+    assert (row["digest"], row["device"]) == ("ab", "GPU")

@@ -89,6 +89,15 @@ DECODERS = (
         {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 128},
         own_loss=False,
     ),
+    _decoder(
+        "gpt2_xl",
+        "GPT2LMHeadModel",
+        4,
+        1024,
+        {"n_embd": 1600, "n_layer": 48, "n_head": 25, "vocab_size": 50257},
+        {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 32, "vocab_size": 128},
+        own_loss=False,
+    ),
     _decoder("llama_0.6b", "LlamaForCausalLM", 8, 2048, _width(1536, 4096, 16, 12, 12, 32000), SMALL),
     _decoder("qwen2_0.5b", "Qwen2ForCausalLM", 4, 2048, _width(896, 4864, 24, 14, 2, 32000), SMALL),
     _decoder(
