@@ -20,10 +20,11 @@ def with_parts(text: str, parts: Mapping[str, Callable[[], str]]) -> str:
     """The text with these parts. Raises a `ValueError` if it has no place for one."""
     for name, make in parts.items():
         pattern = re.compile(rf"(<!-- made by {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
-        content = make()
-        text, count = pattern.subn(lambda match, content=content: f"{match[1]}\n{content}\n\n{match[2]}", text)
-        if count != 1:
-            raise ValueError(f"the page has {count} places for {name}, not one")
+        places = list(pattern.finditer(text))
+        if len(places) != 1:
+            raise ValueError(f"the page has {len(places)} places for {name}, not one")
+        place = places[0]
+        text = f"{text[: place.start()]}{place[1]}\n{make()}\n\n{place[2]}{text[place.end() :]}"
     return text
 
 

@@ -114,7 +114,7 @@ def _preload(cases: list[ModelCase], compiles: bool) -> dict[str, str]:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # otherwise looking for a GPU uses it
     os.environ["TORCH_WARM_POOL"] = "0"  # each process starts compiler processes of its own
     mend_torchvision()
-    missing = {}
+    missing: dict[str, str] = {}
     for library in ("own", *sorted({case.library for case in cases} - {"own"})):
         if library != "own" and find_spec(library) is None:
             missing[library] = f"{library} is not installed"

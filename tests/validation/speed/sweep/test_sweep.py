@@ -16,7 +16,6 @@ from validation.speed.sweep import __main__ as program
 from validation.speed.sweep.__main__ import chosen_models, main
 from validation.speed.sweep.forms import BY_HAND, FORMS, OURS, build_by_hand
 from validation.speed.sweep.models.all_models import MODELS, TEN
-from validation.speed.sweep.predict import complete_rows
 from validation.speed.sweep.results import REPOSITORY, Setting, read_rows, with_row, write_rows
 
 TWO = ("radiance_field", "two_towers")  # one with a loss beside it, one that returns its loss
@@ -48,7 +47,7 @@ def test_two_tiny_models_are_measured_predicted_and_not_measured_again(tmp_path:
             assert figures["first_step_s"] > 0
             assert figures["spread"] >= 0
         assert row["forms"][OURS]["plan"].startswith("one rank")
-    complete_rows(results, [TWO[0]])
+    run("validation.speed.sweep", str(results), TWO[0], "--tiny", "--predict")
     predicted = [row.get("predicted", {}) for row in read_rows(results)]
     assert predicted[0]["step_s"] > 0
     assert predicted[0]["memory_bytes"] > 0
