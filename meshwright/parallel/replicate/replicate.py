@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.collectives.native import NativeReducer
-from meshwright.collectives.reducer import Reducer, real_numbers
+from meshwright.collectives.reducer import Reducer
 from meshwright.collectives.small_sums import SharedMemorySums, SmallSums
 from meshwright.collectives.wait_clock import WAIT_CLOCK
 from meshwright.errors import InputError
@@ -151,14 +151,13 @@ class ReducerHook:
         return future
 
     def _send_buffer(self, gradients: Tensor, number: int) -> Tensor:
-        """The memory of the bucket itself, or its gradients rounded to `reduce_dtype`."""
-        numbers = real_numbers(gradients)
+        """The bucket itself, or its gradients rounded to `reduce_dtype`."""
         if self._reduce_dtype is None:
-            return numbers
+            return gradients
         buffer = self._send_buffers.get(number)
-        if buffer is None or buffer.shape != numbers.shape:
-            buffer = self._send_buffers[number] = torch.empty_like(numbers, dtype=self._reduce_dtype)
-        return buffer.copy_(numbers)
+        if buffer is None or buffer.shape != gradients.shape:
+            buffer = self._send_buffers[number] = torch.empty_like(gradients, dtype=self._reduce_dtype)
+        return buffer.copy_(gradients)
 
     def _sparse_mean(self, gradient: Tensor) -> Tensor:
         """The mean of sparse gradients, of which every rank has other rows: the backend sums them in their own type."""
@@ -171,9 +170,7 @@ class ReducerHook:
         with WAIT_CLOCK.blocked(self._awaited):
             self._reducer.finish()
         for future, gradients, send_buffer in started:
-            if self._reduce_dtype is not None:
-                real_numbers(gradients).copy_(send_buffer)
-            future.set_result(gradients)
+            future.set_result(gradients if send_buffer is gradients else gradients.copy_(send_buffer))
 
     def _awaited(self) -> str:
         """The exchange that this rank waits for, in words."""

@@ -30,8 +30,10 @@ def trained(plan: dict[str, object], first: int, last: int) -> Tensor:
     session = mw.parallelize(
         model, optimizer, loss=loss, plan=plan, sample_batch=(x, x.flip(1)), device="cpu", check=False
     )
-    for _ in range(2):
-        session.step((x[first:last], x.flip(1)[first:last]))
+    for _ in range(2):  # a loop with a backward pass of its own, whose gradients DDP does not average
+        session.optimizer.zero_grad()
+        session.backward(session.forward((x[first:last], x.flip(1)[first:last])))
+        session.optimizer.step()
     return session.state_dict()["filter"].clone()
 
 
