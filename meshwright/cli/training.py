@@ -2,6 +2,7 @@
 result of a run."""
 
 import json
+import math
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -81,9 +82,8 @@ def _train_planned(
     from meshwright.train.run import train
 
     job = parts.job
-    tunes = chosen.is_searched and job.tune and not job.constraints.limits_compute
     shown = partial(values_of_run, machines, parts, chosen.prediction)
-    settings = (chosen.step_s, record, chosen.line, parts, tunes, shown, check)
+    settings = (chosen.step_s, record, chosen.line, parts, chosen.variants, shown, check)
     try:
         return train(job, chosen.plan, machines, resume, *settings)
     except OutOfMemory as error:
@@ -112,6 +112,19 @@ def profile_settings(steps: str | None) -> list[str]:
     if not (first.isdecimal() and end.isdecimal()):
         raise InputError(f"--profile-steps {steps}: write the first step and the one after the last, such as 10:13")
     return [f"log.profile_steps=[{int(first)}, {int(end)}]"]
+
+
+def tune_settings(seconds: str | None) -> list[str]:
+    """Returns `--tune SECONDS` as an override of the job's field."""
+    if seconds is None:
+        return []
+    try:
+        number = float(seconds)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise InputError(f"--tune {seconds}: write a number of seconds, 0 to measure nothing")
+    return [f"tune={number}"]
 
 
 def values_of_run(

@@ -1,8 +1,11 @@
 """The private interfaces of torch that training uses, in one place. Seen to work on torch 2.11, 2.13 and 2.15."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.modules import batchnorm, dropout
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -10,17 +13,20 @@ __all__ = [
     "AnyBatchNorm",
     "AnyDropout",
     "DisableTorchFunction",
+    "compiles_with_cuda_graphs",
     "dump_memory_snapshot",
     "foreach_add_",
     "foreach_div_",
     "foreach_mul_",
     "foreach_norm",
+    "forgetting_compiled_code",
     "record_memory_history",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
     "unscale_and_check_finite_",
+    "without_default_group",
 ]
 
 # The base classes of all of torch's BatchNorm and Dropout modules.
@@ -48,3 +54,49 @@ foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 # Multiplies gradients by a factor, and sets a flag to 1 when one of them is not finite; used by torch's GradScaler.
 unscale_and_check_finite_ = torch._amp_foreach_non_finite_check_and_unscale_
+
+
+@contextmanager
+def compiles_with_cuda_graphs() -> Iterator[None]:
+    """Within this context, `torch.compile` makes code with CUDA graphs of its own, as with `mode="reduce-overhead"`."""
+    import torch._inductor.config as inductor
+
+    with inductor.patch({"triton.cudagraphs": True}):
+        yield
+
+
+@contextmanager
+def without_default_group() -> Iterator[None]:
+    """Within this context, the process is in no process group: `torch.distributed.is_initialized` is False, and a
+    collective over all ranks raises an error instead of waiting for them. Other groups are not used."""
+    group = dist.group.WORLD
+    if group is None:
+        yield
+        return
+    dist.distributed_c10d._update_default_pg(None)
+    try:
+        yield
+    finally:
+        dist.distributed_c10d._update_default_pg(group)
+
+
+@contextmanager
+def forgetting_compiled_code() -> Iterator[None]:
+    """Forgets at the end what was compiled within the context. If nothing was compiled before, the compiler is then as
+    it was at the start of the process. Otherwise compiled code from before the context stays, because others may use
+    it."""
+    from torch._dynamo import convert_frame, eval_frame, reset
+
+    def known() -> dict[int, Any]:
+        references = (*convert_frame.input_codes.seen, *convert_frame.output_codes.seen)
+        return {id(code): code for reference in references if (code := reference()) is not None}
+
+    before = known()
+    try:
+        yield
+    finally:
+        if not before:
+            reset()
+        for number, code in known().items():
+            if number not in before:
+                eval_frame.reset_code(code)

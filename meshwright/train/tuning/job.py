@@ -1,0 +1,67 @@
+"""Tunes the plan of a job whose ranks `meshwright train` starts on this machine: times variants of its `compute` fields
+before the ranks start, in processes of their own (processes.py)."""
+
+from collections.abc import Callable, Sequence
+
+from meshwright.cluster.cluster import Cluster
+from meshwright.plan import Plan
+from meshwright.train.job_parts import JobParts
+from meshwright.train.tuning.kept import KeptChoice, choice_file, load_choice, save_choice
+from meshwright.train.tuning.processes import StepMeasurer
+from meshwright.train.tuning.steps import plan_of_rank
+from meshwright.train.tuning.variants import (
+    Variant,
+    default_budget_s,
+    expected_compile_s,
+    fastest_variant,
+    kept_plan,
+)
+
+_LEAST_S = 5.0  # starting a measuring process takes about as long
+
+
+def tune_job(
+    plan: Plan,
+    make_variants: Callable[[], Sequence[Variant]],
+    parts: JobParts,
+    cluster: Cluster,
+    step_s: float | None,
+    notify: Callable[[str], None],
+) -> Plan:
+    """Returns the plan with the `compute` fields of the fastest of its variants. `step_s` are the predicted seconds of
+    a step; None if they are not known. `notify` is called with a line about what was measured, and one for each variant
+    that cannot be taken. Nothing is measured if the job says so (`tune`, `train.deterministic`), or if its plan divides
+    the model."""
+    job = parts.job
+    if not job.tune or job.train.deterministic or plan_of_rank(plan) is None or not (variants := make_variants()):
+        return plan
+    budget_s = default_budget_s(_steps_of(parts), step_s) if job.tune is True else float(job.tune)
+    file = choice_file(plan, parts.model, parts.sample, _others(parts, cluster))
+    known = load_choice(file, budget_s)
+    if known is not None and (kept := kept_plan(plan, variants, known.compute)) is not None:
+        notify(f"{known.line} (in an earlier run)")
+        return kept
+    used_s = budget_s if budget_s >= _LEAST_S else 0.0
+    with StepMeasurer(job, plan, cluster) as measurer:
+        compile_s = expected_compile_s(parts.model)
+        choice = fastest_variant(plan, variants, measurer.measure, used_s, compile_s, notify)
+    if choice.line:
+        notify(choice.line)
+        save_choice(file, KeptChoice(choice.plan.compute, choice.line, None if choice.is_complete else budget_s))
+    return choice.plan
+
+
+def _steps_of(parts: JobParts) -> int | None:
+    """The number of steps of a run; None if the job counts epochs of a stream."""
+    train, data = parts.job.train, parts.data[0]
+    if train.epochs is None or not hasattr(data, "__len__"):
+        return train.steps
+    in_epochs = train.epochs * -(-len(data) // train.global_batch)
+    return min(in_epochs, train.steps or in_epochs)
+
+
+def _others(parts: JobParts, cluster: Cluster) -> dict[str, object]:
+    """What else the choice depends on: the job's calls, its batch, and the device."""
+    dumped = parts.job.model_dump(mode="json")
+    calls = {name: dumped[name] for name in ("model", "loss", "optimizer", "data")}
+    return {**calls, "batch": parts.job.train.global_batch, "device": [cluster.nodes[0].device.name, cluster.cores]}
