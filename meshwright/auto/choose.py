@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from typing import Any, Literal
 
 import torch
@@ -77,20 +76,6 @@ class JobPlan:
     is_searched: bool = False
     prediction: Prediction | None = None
     variants: Callable[[], list[Variant]] = list
-
-
-def plan_chooser(job: Job, refuse: CheckPlan | None = None) -> Callable[[Cluster, str], tuple[Plan, str | None]]:
-    """Returns the function that chooses the job's plan for ranks that another launcher has started
-    (`train/launched.py`). `refuse` is that of `plan_of_job`."""
-    calls = count()
-
-    def choose(machines: Cluster, resume: str) -> tuple[Plan, str | None]:
-        # Called again, because a plan was refused that may have been the stored one of the run to resume.
-        resumed = resume if next(calls) == 0 else "never"
-        chosen = plan_of_job(JobParts(job), machines, "auto", resumed, refuse)
-        return chosen.plan, chosen.line
-
-    return choose
 
 
 def plan_of_job(

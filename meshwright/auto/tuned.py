@@ -97,7 +97,7 @@ class ModelToTune:
         """Returns the plan with the fastest variant of its `compute` fields. `request` is that of rank 0. All ranks
         call this together."""
         with showing(sys.stderr) if self.world.rank == 0 else nullcontext():
-            return tune_in_ranks(plan, request, self._session, lambda: [self._batch(plan)], self.world, say)
+            return tune_in_ranks(plan, request, self._session, lambda _: [self._batch(plan)], self.world, say)
 
     def _batch(self, plan: Plan) -> Any:
         share = plan.share_sizes(self.global_batch)[self.world.rank]

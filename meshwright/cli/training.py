@@ -27,7 +27,8 @@ def train_as_rank(
 ) -> dict[str, Any] | None:
     """Trains as a rank that a launcher has started. Returns the result on rank 0 of a finished run. With `unproved`,
     the plan is not checked before."""
-    from meshwright.auto.choose import plan_chooser, plan_of_job
+    from meshwright.auto.choose import plan_of_job
+    from meshwright.auto.launched import PlanChooser
     from meshwright.cluster.detect import find_cluster
     from meshwright.proof.before_training.job import CheckInWorld
     from meshwright.train.job_parts import JobParts
@@ -40,8 +41,10 @@ def train_as_rank(
 
     machines = find_cluster(cluster or job.cluster)
     check = CheckInWorld()
-    choice = plan_chooser(job, check.refused) if plan == "auto" else plan
-    result = train_as_launched_rank(job, choice, machines, resume, record, suggest, None if unproved else check)
+    chooser = PlanChooser(job, check.refused)
+    choice, tune = (chooser, chooser.tune) if plan == "auto" else (plan, None)
+    checked = None if unproved else check
+    result = train_as_launched_rank(job, choice, machines, resume, record, suggest, checked, tune)
     if result is not None:
         _store_page_values(job, machines, Path(result["run"]))
     return result

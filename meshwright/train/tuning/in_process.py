@@ -34,10 +34,13 @@ from meshwright.user_code import first_line
 MakeSession = Callable[[Plan, World], Session]
 """Builds the session of a plan for one rank in a world of its own, always from the same weights."""
 
+TakeBatches = Callable[[Session], Sequence[Any]]
+"""Returns this rank's share of a few global batches, as the session takes them; always the same."""
 
-def measure_in_process(make_session: MakeSession, batches: Callable[[], Sequence[Any]], world: World) -> Measure:
-    """Returns the function that times a variant on this rank and on all others of the world, which call it together.
-    `batches` returns the share of this rank of a few global batches."""
+
+def measure_in_process(make_session: MakeSession, batches: TakeBatches, world: World) -> Measure:
+    """Returns the function that times a variant on this rank and on all others of the world, which call it
+    together."""
 
     def measure(plan: Plan, limit_s: float, finds_spread: bool) -> list[Timing]:
         timing = _time_here(plan, make_session, batches, world, limit_s, finds_spread)
@@ -53,7 +56,7 @@ def _plain(timing: Timing) -> dict[str, Any]:
 def _time_here(
     plan: Plan,
     make_session: MakeSession,
-    batches: Callable[[], Sequence[Any]],
+    batches: TakeBatches,
     world: World,
     limit_s: float,
     finds_spread: bool,
@@ -69,7 +72,7 @@ def _time_here(
             with time_limit(limit_s), without_default_group(), compiling_as_in(plan):
                 alone = World(0, world.local_rank, 1, 1, 0, world.device, None)
                 session = make_session(own_plan, alone)
-                on_device = [map_tensors(lambda tensor: tensor.to(world.device), batch) for batch in batches()]
+                on_device = [map_tensors(lambda tensor: tensor.to(world.device), batch) for batch in batches(session)]
                 result = time_steps(session, on_device, finds_spread)
         except LimitReached:
             pass

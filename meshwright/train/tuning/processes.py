@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import TracebackType
@@ -19,12 +18,11 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.job import Job
 from meshwright.launch.world import World
 from meshwright.plan import Plan
-from meshwright.train.build import build_data, build_loading
+from meshwright.train.tuning.job_batches import first_batches
 from meshwright.train.tuning.steps import compiling_as_in, plan_of_rank, time_steps
 from meshwright.train.tuning.variants import Timing
 from meshwright.user_code import first_line
 
-_BATCHES = 4  # that the measured steps take in turn
 ENDED = "the measuring process has ended"
 
 
@@ -121,8 +119,5 @@ def _measure(job: Job, plan: Plan, world: World, samples: int, batches: list[Any
         own_plan, samples = Plan(numerics=plan.numerics, compute=plan.compute), max(1, samples // plan.microbatches)
     with compiling_as_in(plan):
         session = build_session(job, own_plan, world, lambda activity: None)
-        if not batches:
-            # Without workers, which a process that ends with its parent may not start.
-            loading = replace(build_loading(job, world.device), workers=0)
-            batches += islice(session.batches(build_data(job)[0], None, samples, loading), _BATCHES)
+        batches += [] if batches else first_batches(job, session, samples)
         return Timing(0.0, *time_steps(session, batches, finds_spread))

@@ -10,7 +10,7 @@ from meshwright.exchange import broadcast_value
 from meshwright.launch.world import World
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Compute
-from meshwright.train.tuning.in_process import MakeSession, measure_in_process
+from meshwright.train.tuning.in_process import MakeSession, TakeBatches, measure_in_process
 from meshwright.train.tuning.kept import KeptChoice, load_choice, save_choice
 from meshwright.train.tuning.variants import Variant, fastest_variant, kept_plan
 
@@ -30,13 +30,13 @@ def tune_in_ranks(
     plan: Plan,
     request: TuningRequest | None,
     make_session: MakeSession,
-    batches: Callable[[], Sequence[Any]],
+    batches: TakeBatches,
     world: World,
     notify: Callable[[str], None],
 ) -> Plan:
     """Returns the plan with the `compute` fields of the fastest variant, the same on all ranks, which call this
-    together. `request` is that of rank 0, and not used on others; None if nothing is to be measured. `batches` returns
-    this rank's share of a few batches. `notify` is called on rank 0."""
+    together. `request` is that of rank 0, and not used on others; None if nothing is to be measured. `notify` is
+    called on rank 0."""
     known = load_choice(request.file, request.budget_s) if request is not None and world.rank == 0 else None
     message = broadcast_value(_to_plain(request, known) if world.rank == 0 else None) if world.size > 1 else None
     file = request.file if request is not None else None
