@@ -133,7 +133,7 @@ def variants_to_time(
     shortest_s = min((seconds for _, seconds in (*predicted, *timed) if seconds is not None), default=0.0)
     fast = [item for item in predicted if item[0] == plan or (item[1] or 0.0) <= _OTHERS_WITHIN * shortest_s]
     fast.sort(key=lambda item: (item[0] != plan, item[1]))  # what the search has found is always among them
-    timed += fast[:_MOST_OTHERS]
+    timed += sorted(fast[:_MOST_OTHERS], key=lambda item: item[1] or 0.0)
     return sorted(timed, key=lambda item: (item[0].compute.compile != "none", item[0].compute.cuda_graphs))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from meshwright.batch import listed_samples, take_listed
+from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Memory, NumericsGroup
 from meshwright.train.session import Session
@@ -68,13 +69,15 @@ def batch_of_size(batch: Any, samples: int) -> Any:
 
 def time_steps(session: Session, batches: Sequence[Any], finds_spread: bool) -> tuple[float, tuple[float, ...], float]:
     """Trains the session on the batches in turn. Returns the median seconds of a step, the losses of the first steps,
-    and with `finds_spread` by how much the loss differs between steps with the same weights and other random
-    numbers."""
+    and with `finds_spread` by how much the loss differs between steps with the same weights and other random numbers.
+    Raises an `InputError` if nothing is compiled although the plan says so."""
     losses = []
     # The backward pass runs on this thread, so that it can be interrupted while it compiles.
     with torch.autograd.set_multithreading_enabled(False):
         for number in range(_WARM_UP_STEPS):
             losses.append(float(session.step(batches[number % len(batches)])))
+    if session.plan.compute.compile != "none" and not session.parallel.compilation.is_on:
+        raise InputError("the compiler refuses all of it")
     begin = perf_counter()
     _run(session, batches, 1)
     steps = max(1, min(_MOST_STEPS, int(_ROUND_S / (perf_counter() - begin))))

@@ -120,9 +120,7 @@ def test_where_everything_fails_predictions_decide() -> None:
         ("fp32", (math.nan, 1.9, 1.8), False),
     ],
 )
-def test_a_variant_whose_losses_differ_is_left_out(
-    precision: str, losses: tuple[float, ...], is_taken: bool
-) -> None:
+def test_a_variant_whose_losses_differ_is_left_out(precision: str, losses: tuple[float, ...], is_taken: bool) -> None:
     eager, compiled = plan_with(precision), plan_with(precision, compile="model")
     choice, lines, _ = choose([(eager, ms(10)), (compiled, ms(5, losses=losses))], found=eager)
     assert choice.plan == (compiled if is_taken else eager)
