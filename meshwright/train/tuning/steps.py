@@ -23,10 +23,11 @@ from meshwright.train.session import Session
 from meshwright.train.step.batch import map_tensors, samples_in
 from meshwright.train.torch_private import compiles_with_cuda_graphs
 
-_WARM_UP_STEPS = 5  # CUDA graphs are captured in the fourth step
 _CHECKED_LOSSES = 3
-_ROUNDS, _ROUND_S, _MOST_STEPS = 5, 0.2, 10
-_SPREAD_STEPS = 4
+_WARM_UP_STEPS, _LONG_WARM_UP_STEPS = _CHECKED_LOSSES, 5  # CUDA graphs are captured in the fourth step
+# Rounds of up to so many steps in so many seconds, at least `_LEAST_ROUNDS` and then while they take less than `_MOST_S`.
+_LEAST_ROUNDS, _MOST_ROUNDS, _MOST_STEPS, _ROUND_S, _MOST_S = 3, 5, 10, 0.2, 2.0
+_SPREAD_STEPS = 3
 
 
 def plan_of_rank(plan: Plan) -> Plan | None:
@@ -71,19 +72,23 @@ def time_steps(session: Session, batches: Sequence[Any], finds_spread: bool) -> 
     """Trains the session on the batches in turn. Returns the median seconds of a step, the losses of the first steps,
     and with `finds_spread` by how much the loss differs between steps with the same weights and other random numbers.
     Raises an `InputError` if nothing is compiled although the plan says so."""
-    losses = []
+    compute, losses = session.plan.compute, []
+    is_eager = compute.compile == "none" and not compute.cuda_graphs
     # The backward pass runs on this thread, so that it can be interrupted while it compiles.
     with torch.autograd.set_multithreading_enabled(False):
-        for number in range(_WARM_UP_STEPS):
+        for number in range(_WARM_UP_STEPS if is_eager else _LONG_WARM_UP_STEPS):
             losses.append(float(session.step(batches[number % len(batches)])))
-    if session.plan.compute.compile != "none" and not session.parallel.compilation.is_on:
+    if compute.compile != "none" and not session.parallel.compilation.is_on:
         raise InputError("the compiler refuses all of it")
     begin = perf_counter()
     _run(session, batches, 1)
     steps = max(1, min(_MOST_STEPS, int(_ROUND_S / (perf_counter() - begin))))
     # A loss that is read waits for the device: not after each step, because training does not do so either.
-    step_s = median(_run(session, batches, steps) for _ in range(_ROUNDS)) / steps
-    return step_s, tuple(losses[:_CHECKED_LOSSES]), _spread(session, batches[0]) if finds_spread else 0.0
+    rounds: list[float] = []
+    while len(rounds) < _LEAST_ROUNDS or (len(rounds) < _MOST_ROUNDS and sum(rounds) < _MOST_S):
+        rounds.append(_run(session, batches, steps))
+    spread = _spread(session, batches[0]) if finds_spread else 0.0
+    return median(rounds) / steps, tuple(losses[:_CHECKED_LOSSES]), spread
 
 
 def _run(session: Session, batches: Sequence[Any], steps: int) -> float:
