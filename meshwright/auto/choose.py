@@ -67,13 +67,12 @@ def free_best(inputs: PlanningInputs, profiles: Profiles) -> PricedPlan | None:
 class JobPlan:
     """The plan that a job is trained with. `step_s` are the predicted seconds of a step, None without a prediction.
     `line` says how `plan: auto` has chosen the plan; None if the job names its plan, or if its code fails.
-    `is_searched`: the plan was found by a search, and not named by the job or stored in a run. `prediction` is the
-    whole prediction; None without one. `variants` returns the variants of a searched plan that may be timed."""
+    `prediction` is the whole prediction; None without one. `variants` returns the variants of the plan that may be
+    timed: none if the plan was named by the job or stored in a run, and not found by a search."""
 
     plan: Plan
     step_s: float | None = None
     line: str | None = None
-    is_searched: bool = False
     prediction: Prediction | None = None
     variants: Callable[[], list[Variant]] = list
 
@@ -128,7 +127,7 @@ def plan_of_job(
             best = result.ranked[0]
             line = describe_choice(result, inputs, profiles)
             variants = partial(variants_of, best.plan, inputs, profiles)
-            return JobPlan(best.plan, best.prediction.step_s, line, True, best.prediction, variants)
+            return JobPlan(best.plan, best.prediction.step_s, line, best.prediction, variants)
         if plan.numerics.precision == "auto":
             return JobPlan(plan)  # the run measures which precision is the fastest
         profile = profiles.get(plan.numerics.precision, plan.memory.recompute)

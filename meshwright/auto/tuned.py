@@ -90,7 +90,10 @@ class ModelToTune:
             "loss": code_of(self.loss),
             "optimizer": _described(self.optimizer),
         }
-        file = choice_file(plan, self.model, self.sample, others)
+        try:
+            file = choice_file(plan, self.model, self.sample, others)
+        except Exception:  # raised by the model's own code, which describes it
+            return None
         return TuningRequest(variants, budget_s, expected_compile_s(self.model), file)
 
     def tuned(self, plan: Plan, request: TuningRequest | None) -> Plan:

@@ -127,6 +127,16 @@ def test_a_model_without_values_is_not_measured(timings: Timings) -> None:
     assert not timings.plans
 
 
+def test_a_model_that_cannot_be_described_is_planned_without_measuring(timings: Timings) -> None:
+    class Silent(nn.Linear):
+        def extra_repr(self) -> str:
+            raise RuntimeError("no description")
+
+    options: dict[str, Any] = {"loss": nn.functional.cross_entropy, "device": "cpu"}
+    assert mw.best_plan(Silent(6, 3), BATCH, global_batch=8, **options).world_size == 1
+    assert not timings.plans
+
+
 def test_the_budget_is_that_of_the_call(timings: Timings) -> None:
     best_plan(tune=7.5)
     assert timings.limits[0] == 7.5

@@ -86,7 +86,8 @@ def _time_here(
 @contextmanager
 def unchanged_process(device: torch.device) -> Iterator[None]:
     """At the end of this context, what steps change in a process is as it was: random generators, torch's settings, the
-    filters of warnings, and the memory that torch keeps of the device. Warnings are not shown meanwhile."""
+    filters of warnings, and the memory that torch keeps of the device, whose peak is counted anew. Warnings are not
+    shown meanwhile."""
     cudnn, matmul = torch.backends.cudnn, torch.get_float32_matmul_precision()
     flags = cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32
     threads, gradients = torch.get_num_threads(), torch.is_grad_enabled()

@@ -27,6 +27,7 @@ from meshwright.version import VERSION
 _PACKAGE = Path(__file__).parents[2]
 # The folders and files whose code decides how a step runs and how it is timed.
 _OF_THE_STEP = ("blocks", "collectives", "parallel", "profile/grouped_products.py", "train")
+_MORE_BUDGET = 2.0  # the budget of a run depends on predictions, which differ a little from one start to the next
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,16 @@ def choice_file(plan: Plan, model: nn.Module, batch: Any, others: Mapping[str, A
 
 
 def load_choice(file: Path, budget_s: float) -> KeptChoice | None:
-    """Returns the kept choice; None if there is none, if the file is damaged, or if more can be measured within this
-    budget than was then."""
+    """Returns the kept choice; None if there is none, if the file is damaged, or if this budget is so much
+    larger that more can be measured."""
     try:
         raw = json.loads(file.read_text())
         kept_budget_s = None if raw["budget_s"] is None else float(raw["budget_s"])
         choice = KeptChoice(Compute.model_validate(raw["compute"]), str(raw["line"]), kept_budget_s)
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
-    return choice if choice.budget_s is None or choice.budget_s >= budget_s else None
+    is_enough = choice.budget_s is None or budget_s <= _MORE_BUDGET * choice.budget_s
+    return choice if is_enough else None
 
 
 def save_choice(file: Path, choice: KeptChoice) -> None:

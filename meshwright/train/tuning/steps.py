@@ -25,7 +25,7 @@ from meshwright.train.torch_private import compiles_with_cuda_graphs
 
 _CHECKED_LOSSES = 3
 _WARM_UP_STEPS, _LONG_WARM_UP_STEPS = _CHECKED_LOSSES, 5  # CUDA graphs are captured in the fourth step
-# Rounds of up to so many steps in so many seconds, at least `_LEAST_ROUNDS` and then while they take less than `_MOST_S`.
+# Rounds of steps: each of up to so many steps in so many seconds, and more than the least number only within `_MOST_S`.
 _LEAST_ROUNDS, _MOST_ROUNDS, _MOST_STEPS, _ROUND_S, _MOST_S = 3, 5, 10, 0.2, 2.0
 _SPREAD_STEPS = 3
 

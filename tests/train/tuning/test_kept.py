@@ -101,8 +101,8 @@ def test_a_damaged_file_counts_as_none(text: str) -> None:
 def test_a_choice_within_a_smaller_budget_is_measured_again() -> None:
     save_choice(file_of(), KeptChoice(Compute(), "measured", 10.0))
     assert load_choice(file_of(), 5) is not None
-    assert load_choice(file_of(), 10) is not None
-    assert load_choice(file_of(), 20) is None
+    assert load_choice(file_of(), 11) is not None, "predictions of the same run differ a little"
+    assert load_choice(file_of(), 21) is None
 
 
 def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
