@@ -49,6 +49,7 @@ def tune_job(
         choice = fastest_variant(plan, variants, measurer.measure, budget_s if is_long else 0.0, compile_s, notify)
     if choice.line:
         notify(choice.line)
+    if choice.is_measured:
         save_choice(file, KeptChoice(choice.plan.compute, choice.line, None if choice.is_complete else budget_s))
     return choice.plan
 

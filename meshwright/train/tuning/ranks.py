@@ -50,8 +50,9 @@ def tune_in_ranks(
         return kept
     measure = measure_in_process(make_session, batches, world)
     choice = fastest_variant(plan, request.variants, measure, request.budget_s, request.compile_s, tell)
-    if choice.line and file is not None:
+    if choice.line:
         tell(choice.line)
+    if choice.is_measured and file is not None:
         budget_s = None if choice.is_complete else request.budget_s
         save_choice(file, KeptChoice(choice.plan.compute, choice.line, budget_s))
     return choice.plan

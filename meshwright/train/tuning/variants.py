@@ -71,12 +71,13 @@ to find the `spread` of the losses."""
 
 @dataclass(frozen=True)
 class Choice:
-    """The plan that is taken, and a line that says what was measured; empty if nothing was tried. `is_complete`: no
-    variant was left out because of the budget."""
+    """The plan that is taken, and a line that says what was measured; empty if nothing was tried and nothing changes.
+    `is_complete`: no variant was left out because of the budget. `is_measured`: some variant was measured."""
 
     plan: Plan
     line: str
     is_complete: bool
+    is_measured: bool
 
 
 def default_budget_s(steps: int | None, step_s: float | None) -> float:
@@ -119,7 +120,10 @@ def fastest_variant(
         measurements.add(combined, variant_names([*(variant.plan for variant in variants), combined.plan])[-1])
     whole = next((v for v in variants if v.plan.compute.compile != "none" and not v.plan.compute.cuda_graphs), None)
     taken, note = _taken(plan, measured, whole if whole in unfinished else None)
-    return Choice(taken, _describe(measured, measurements.spent_s, note), not unfinished)
+    line = _describe(measured, measurements.spent_s, note)
+    if not line and taken != plan:
+        line = "the budget is too small to time variants: the model is compiled without CUDA graphs"
+    return Choice(taken, line, not unfinished, bool(measured))
 
 
 @dataclass
