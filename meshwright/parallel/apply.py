@@ -51,7 +51,7 @@ from meshwright.parallel.mesh import build_mesh, data_group, position_in_mesh, t
 from meshwright.parallel.model import MakeAverager, ParallelModel
 from meshwright.parallel.pipeline.pipeline import PipelineExecutor
 from meshwright.parallel.pipeline.stages import LocalStages, cut_stages, recompute_stages
-from meshwright.parallel.precision import gradient_reduce_dtype
+from meshwright.parallel.precision import gradient_reduce_dtype, register_casts
 from meshwright.parallel.replicate.batch_norm import synchronize_batch_norm
 from meshwright.parallel.replicate.gradient_averaging import gradient_averager
 from meshwright.parallel.replicate.local_steps import LocalSteps
@@ -143,7 +143,7 @@ def apply(
     if plan.gradients.local_steps > 1 and isinstance(runner, DistributedDataParallel):
         local_steps = LocalSteps(runner, _required(mesh).get_group("replicate"), plan)
     pipeline = PipelineExecutor(stages, plan, _required(mesh), device, division) if stages else None
-    return ParallelModel(
+    parallel = ParallelModel(
         plan,
         local.module,
         runner,
@@ -160,6 +160,9 @@ def apply(
         compilation,
         local.expert_loads,
     )
+    # Here, because compiled functions must not register anything with torch.
+    register_casts(plan, parallel)
+    return parallel
 
 
 def _cut_stages(
