@@ -1,70 +1,32 @@
 """Grouped products, of rows with one matrix per expert (`F.grouped_mm`), where torch leaves something out.
 
 autocast          torch does not cast their operands, so that a mixture under bf16 would compute its experts in
-                  fp32: they are cast as those of other products are                casting_grouped_products()
+                  fp32: they are cast as those of other products are                CASTS_OF_GROUPED_PRODUCTS
 fake tensors      torch knows the shapes of bf16 only; other dtypes are traced as an operator
                   of our own with the same operands and cost                              traced_grouped_product()
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from threading import RLock
+from collections.abc import Callable
 from typing import Any
-from weakref import finalize
 
 import torch
 from torch import Tensor
 
+from meshwright.profile.process_setting import ProcessSetting
+
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 
 
-class _Registration:
-    """Registers the casts with torch when the first user needs them, and removes them when the last one releases
-    them. A registration holds for the whole process, so there is one object of this class."""
-
-    def __init__(self) -> None:
-        self._users = 0
-        self._library: torch.library.Library | None = None
-        self._lock = RLock()  # a user may be freed by the garbage collector at any point, also of this class
-
-    @property
-    def is_active(self) -> bool:
-        return self._library is not None
-
-    def acquire(self) -> None:
-        with self._lock:
-            self._users += 1
-            if self._library is None:
-                self._library = torch.library.Library("aten", "IMPL")
-                for kind, key in _KEYS.items():
-                    self._library.impl("_grouped_mm", _casting(kind, key), key)
-
-    def release(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0 and self._library is not None:
-                self._library._destroy()
-                self._library = None
+def _register() -> Callable[[], None]:
+    """Registers the casts with torch. Returns the function that removes them."""
+    library = torch.library.Library("aten", "IMPL")
+    for kind, key in _KEYS.items():
+        library.impl("_grouped_mm", _casting(kind, key), key)
+    return library._destroy
 
 
-CASTS = _Registration()  # of this process
-
-
-def cast_grouped_products_for(user: object) -> None:
-    """Makes autocast cast the operands of grouped products, wherever it is on, until `user` is freed."""
-    CASTS.acquire()
-    finalize(user, CASTS.release).atexit = False
-
-
-@contextmanager
-def casting_grouped_products() -> Iterator[None]:
-    """Within this context, autocast casts the operands of grouped products, wherever it is on. Must not be entered in
-    a function that torch compiles."""
-    CASTS.acquire()
-    try:
-        yield
-    finally:
-        CASTS.release()
+# Makes autocast cast the operands of grouped products, wherever it is on.
+CASTS_OF_GROUPED_PRODUCTS = ProcessSetting(_register)
 
 
 def _casting(kind: str, key: str) -> Any:

@@ -1,7 +1,8 @@
 """The private interfaces of torch that training uses, in one place. Seen to work on torch 2.11, 2.13 and 2.15."""
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -13,19 +14,24 @@ __all__ = [
     "AnyBatchNorm",
     "AnyDropout",
     "DisableTorchFunction",
+    "compiled_generators",
     "compiles_with_cuda_graphs",
     "dump_memory_snapshot",
+    "end_allocating_to_pool",
     "foreach_add_",
     "foreach_div_",
     "foreach_mul_",
     "foreach_norm",
     "forgetting_compiled_code",
+    "is_refused_compilation",
     "record_memory_history",
+    "release_pool",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
     "unscale_and_check_finite_",
+    "without_compiler",
     "without_default_group",
 ]
 
@@ -100,3 +106,50 @@ def forgetting_compiled_code() -> Iterator[None]:
         for number, code in known().items():
             if number not in before:
                 eval_frame.reset_code(code)
+
+
+# ---- CUDA graphs (step/graphs/capture.py, step/cuda_graphs.py)
+
+
+def end_allocating_to_pool(device: torch.device, pool: Any) -> None:
+    """Ends what the beginning of a capture has told the allocator: to serve it from this pool. Does nothing if the
+    capture has not got that far."""
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device.index or 0, pool)
+
+
+def release_pool(device: torch.device, pool: Any) -> None:
+    """Gives a pool up, so that `empty_cache` returns its memory."""
+    with suppress(RuntimeError):
+        torch._C._cuda_releasePool(device.index or 0, pool)
+
+
+def without_compiler() -> AbstractContextManager[Any]:
+    """Within this context, compiled functions run, and an error is raised where something would be compiled, for which
+    `is_refused_compilation` is true."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return torch.compiler.set_stance("fail_on_recompile")
+
+
+def is_refused_compilation(error: BaseException | None) -> bool:
+    return error is not None and "fail_on_recompile" in str(error)
+
+
+@contextmanager
+def compiled_generators(generators: list[torch.Generator]) -> Iterator[None]:
+    """Within this context, `generators` gets those that torch makes for compiled code that recomputes layers with
+    random numbers. It makes them when such code runs for the first time."""
+    from torch._functorch._aot_autograd import runtime_wrappers
+
+    original = runtime_wrappers.initialize_rng_states
+
+    def initialize(number: int, index: int, first: list[Any], second: list[Any]) -> None:
+        original(number, index, first, second)
+        generators.extend([*first, *second])
+
+    runtime_wrappers.initialize_rng_states = initialize
+    try:
+        yield
+    finally:
+        runtime_wrappers.initialize_rng_states = original

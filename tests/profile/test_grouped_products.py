@@ -11,7 +11,7 @@ from meshwright.calibrate.compute_bound_cases import compute_bound_cases
 from meshwright.cluster.cluster import OperatorTime
 from meshwright.parallel.precision import forward_precision
 from meshwright.plan import Plan
-from meshwright.profile.grouped_products import CASTS, casting_grouped_products
+from meshwright.profile.grouped_products import CASTS_OF_GROUPED_PRODUCTS
 from meshwright.profile.tracing.trace import trace_profile
 from meshwright.simulator.compute.lookup import classify_measurement, classify_operator
 from meshwright.train.session import Session
@@ -31,7 +31,7 @@ def operands() -> tuple[Tensor, Tensor]:
 def test_autocast_casts_grouped_products_also_when_they_are_recomputed() -> None:
     rows, weights = operands()
     expected = F.grouped_mm(rows.bfloat16(), weights.bfloat16(), offs=ENDS)
-    with casting_grouped_products():  # until the backward pass, which recomputes
+    with CASTS_OF_GROUPED_PRODUCTS.made():  # until the backward pass, which recomputes
         with forward_precision(BF16, "cpu"):
             product = F.grouped_mm(rows, weights, offs=ENDS)
             again = checkpoint(lambda x: F.grouped_mm(x, weights, offs=ENDS), rows, use_reentrant=False)
@@ -57,7 +57,7 @@ def test_casts_are_registered_while_a_session_of_lower_precision_lives() -> None
 
     gc.collect()
     in_fp32 = session(Plan())
-    assert not CASTS.is_active
+    assert not CASTS_OF_GROUPED_PRODUCTS.is_made
     first, second = session(BF16), session(BF16)
     assert dtype_in_autocast() == torch.bfloat16
     del first
@@ -65,7 +65,7 @@ def test_casts_are_registered_while_a_session_of_lower_precision_lives() -> None
     assert dtype_in_autocast() == torch.bfloat16
     del second
     gc.collect()
-    assert not CASTS.is_active
+    assert not CASTS_OF_GROUPED_PRODUCTS.is_made
     assert dtype_in_autocast() == torch.float32
     del in_fp32
 
