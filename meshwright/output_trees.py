@@ -11,6 +11,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node, tree_map
 
+from meshwright.dtypes import TensorStandIn
+
 
 def register_dataclasses(value: Any) -> None:
     """Registers with torch the classes of all dataclasses in a value, also those in tuples, lists, dicts and other
@@ -31,7 +33,7 @@ def register_dataclasses(value: Any) -> None:
 def map_traced(function: Callable[[Any], Any], value: Any) -> Any:
     """`tree_map` in a function that torch compiles: nothing is registered, and the compiler sees code that each of its
     versions can trace."""
-    if isinstance(value, Tensor):
+    if isinstance(value, (Tensor, TensorStandIn)):
         return function(value)
     if value is None or isinstance(value, bool | int | float | str):
         return value

@@ -127,7 +127,7 @@ def apply(
     if plan.axes.context > 1 or plan.axes.tensor > 1 or plan.modules.splits:
         gather_for_custom_functions(local.module)
     if head:
-        join_head_with_loss(head, plan.compute.loss_chunks, compiled=plan.compute.compile != "none")
+        join_head_with_loss(head, plan)
     # Replace forward passes before DDP and FSDP2 register their hooks, which then run around the replaced passes.
     warns = position.data_rank == 0 and position.context == 0 and position.tensor == 0
     compilation = _replace_forward_passes(plan, module, local, mesh, device, warns)

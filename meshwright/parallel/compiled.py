@@ -39,6 +39,7 @@ from meshwright.parallel.torch_private import (
     compile_across_ddp_buckets,
     compiler_errors,
     cpp_compilers,
+    fill_caches_of_compiler,
     graph_breaks,
     is_backward_error_of_compiled_code,
 )
@@ -199,6 +200,7 @@ def compile_model(
         if not dist.is_initialized() or dist.get_rank() == 0:
             compilation.warn(f"nothing is compiled, because {reason}{where}")
         return Compilation()
+    fill_caches_of_compiler()
     LOGGING_IS_LEFT_OUT.make_for(compilation)
     # `Compilation.check_step` says the same in one line.
     warnings.filterwarnings("ignore", message="Dynamo does not know how to trace")

@@ -350,6 +350,13 @@ def uncompiled(function: Function) -> Function:
     return disabled
 
 
+def fill_caches_of_compiler() -> None:
+    """Makes the compiler note torch's functions now, by which it later recognizes them. It would note them when it runs
+    for the first time, and the cross entropies may be replaced then (train/loss/cross_entropy.py)."""
+    torch.overrides.get_overridable_functions()
+    torch._dynamo.trace_rules.get_torch_obj_rule_map()
+
+
 def as_one_graph() -> AbstractContextManager[Any]:
     """Within this context, the compiler raises an error where it cannot trace a function as a whole, and compiles
     nothing of it."""
