@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.blocks.compiler_settings import COMPILER_SETTINGS
 from meshwright.blocks.failed_module import where_it_failed
 from meshwright.blocks.recompute import find_blocks
 from meshwright.exchange import all_gather_values
@@ -34,14 +35,13 @@ from meshwright.parallel.pipeline.stage import Stage
 from meshwright.parallel.tensor.compiled_blocks import SplitBlocks, has_split_layers, reason_not_to_compile
 from meshwright.parallel.tensor.local_graph import CannotRecord
 from meshwright.parallel.torch_private import (
-    LOGGING_IS_LEFT_OUT,
     as_one_graph,
     compile_across_ddp_buckets,
     compiler_errors,
     cpp_compilers,
-    fill_caches_of_compiler,
     graph_breaks,
     is_backward_error_of_compiled_code,
+    was_compiling,
 )
 from meshwright.plan import Plan
 
@@ -179,7 +179,7 @@ def _first_lines(error: Exception) -> str:
 def is_compile_error(error: Exception) -> bool:
     """Whether the compiler has raised the error, and not the code that it compiles."""
     refusals: tuple[type[Exception], ...] = (RemoteTensorError, CannotRecord, *compiler_errors())
-    return isinstance(error, refusals) or is_backward_error_of_compiled_code(error)
+    return isinstance(error, refusals) or was_compiling(error) or is_backward_error_of_compiled_code(error)
 
 
 def compile_model(
@@ -200,8 +200,7 @@ def compile_model(
         if not dist.is_initialized() or dist.get_rank() == 0:
             compilation.warn(f"nothing is compiled, because {reason}{where}")
         return Compilation()
-    fill_caches_of_compiler()
-    LOGGING_IS_LEFT_OUT.make_for(compilation)
+    COMPILER_SETTINGS.make_for(compilation)
     # `Compilation.check_step` says the same in one line.
     warnings.filterwarnings("ignore", message="Dynamo does not know how to trace")
     blocks = [name for name in find_blocks(module) if _is_complete(module.get_submodule(name))]

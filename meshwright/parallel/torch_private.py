@@ -4,7 +4,6 @@ All of them work on torch 2.11, 2.13 and 2.15. Where versions differ, a function
 When a new torch version breaks something, look at this file first; no other file of the folder uses private interfaces.
 """
 
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -35,8 +34,6 @@ from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
-
-from meshwright.profile.process_setting import ProcessSetting
 
 # ---- tensor subclasses (tensor/shard_view.py, tensor/dispatch.py, branches/pending.py, chunked_loss/scores.py)
 #
@@ -344,49 +341,27 @@ def is_backward_error_of_compiled_code(error: Exception) -> bool:
     return runs_compiled_code and any(frame.f_code.co_filename.endswith("autograd/graph.py") for frame in frames)
 
 
+def was_compiling(error: BaseException) -> bool:
+    """Whether the error was raised while the compiler was at work: also one of the device, such as too little memory.
+    A backward pass is compiled when it runs for the first time."""
+    frames = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
+    return any(
+        code.co_filename.endswith("_dynamo/convert_frame.py")
+        or (code.co_filename.endswith("_inductor/compile_fx.py") and "compile" in code.co_name)
+        for code in frames
+    )
+
+
 def uncompiled(function: Function) -> Function:
     """Returns the function, which runs as it is within compiled functions. `graph_breaks` does not count this."""
     disabled: Function = torch.compiler.disable(function, reason=_ON_PURPOSE)
     return disabled
 
 
-def fill_caches_of_compiler() -> None:
-    """Makes the compiler note torch's functions now, by which it later recognizes them. It would note them when it runs
-    for the first time, and the cross entropies may be replaced then (train/loss/cross_entropy.py)."""
-    torch.overrides.get_overridable_functions()
-    torch._dynamo.trace_rules.get_torch_obj_rule_map()
-
-
 def as_one_graph() -> AbstractContextManager[Any]:
     """Within this context, the compiler raises an error where it cannot trace a function as a whole, and compiles
     nothing of it."""
     return torch._dynamo.error_on_graph_break(True)
-
-
-class _LoggerMethods(set[Any]):
-    """A set that has all methods of loggers, besides its members. Iterating yields the members only, because torch
-    2.11 sorts them, and functions have no order."""
-
-    def __contains__(self, function: object) -> bool:
-        name = getattr(function, "__name__", "")
-        is_method = isinstance(getattr(function, "__self__", None), logging.Logger)
-        return is_method or getattr(logging.Logger, name, None) is function or super().__contains__(function)
-
-
-def _leave_out_logging() -> Callable[[], None]:
-    """Makes the compiler leave out calls of loggers, for which it would compile a function in parts. Returns the
-    function that undoes this."""
-    config: Any = torch._dynamo.config
-    before = config.ignore_logging_functions
-    config.ignore_logging_functions = _LoggerMethods(before)
-
-    def undo() -> None:
-        config.ignore_logging_functions = before
-
-    return undo
-
-
-LOGGING_IS_LEFT_OUT = ProcessSetting(_leave_out_logging)
 
 
 def graph_breaks() -> dict[str, int]:

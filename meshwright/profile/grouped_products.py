@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.profile.process_setting import ProcessSetting
+from meshwright.blocks.process_setting import ProcessSetting
 
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.parallel.chunked_loss.head import join_head_with_loss
+from meshwright.plan import Plan
 from meshwright.profile.tracing.recorder import record_step
 from meshwright.profile.tracing.step import compute_loss
 from meshwright.profile.tracing.trace import trace_profile
