@@ -1,4 +1,4 @@
-"""`ProcessSetting`: a setting of torch for the whole process, which is made while somebody needs it and undone after."""
+"""`ProcessSetting`: a setting of torch for the whole process, which is made while it is needed, and then undone."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -2,7 +2,8 @@
 
     plan                          compiled
     one rank                      with `model` the model together with the loss function, if the compiler can trace
-                                  both as one graph, otherwise the model, and the loss function; with `blocks` each block
+                                  both as one graph, otherwise the model, and the loss function; with `blocks` each
+                                  block
     replicate                     with `model` the model, and the loss function; with `blocks` each block
     shard                         each block, because FSDP2 gathers the weights of blocks between them
     pipeline                      with `model` each stage, and the loss function; with `blocks` each block of a stage

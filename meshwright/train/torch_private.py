@@ -140,12 +140,13 @@ def is_refused_compilation(error: BaseException | None) -> bool:
 def compiled_generators(generators: list[torch.Generator]) -> Iterator[None]:
     """Within this context, `generators` gets those that torch makes for compiled code that recomputes layers with
     random numbers. It makes them when such code runs for the first time."""
-    from torch._functorch._aot_autograd import runtime_wrappers
+    from torch._functorch._aot_autograd import runtime_wrappers as module
 
+    runtime_wrappers: Any = module
     original = runtime_wrappers.initialize_rng_states
 
-    def initialize(number: int, index: int, first: list[Any], second: list[Any]) -> None:
-        original(number, index, first, second)
+    def initialize(number: int, index: int, first: list[Any], second: list[Any], **options: Any) -> None:
+        original(number, index, first, second, **options)
         generators.extend([*first, *second])
 
     runtime_wrappers.initialize_rng_states = initialize

@@ -76,4 +76,4 @@ def join_head_with_loss(head: nn.Linear, plan: Plan) -> None:
     if is_compiled and loss_in_chunks is None:
         run_uncompiled()
         forward = uncompiled(forward)
-    head.forward = forward  # type: ignore[method-assign]
+    head.forward = forward  # type: ignore[method-assign, assignment]

@@ -104,8 +104,9 @@ _OPERATORS = (
     *("eq", "ne", "lt", "le", "gt", "ge"),
 )
 for _func, _rule in RULES.items():
-    if getattr(Tensor, _func.__name__, None) is _func:
-        setattr(TracedScores, _func.__name__, _method(_func, _rule))
+    _name = str(getattr(_func, "__name__", ""))
+    if getattr(Tensor, _name, None) is _func:
+        setattr(TracedScores, _name, _method(_func, _rule))
 for _name in _OPERATORS:
     setattr(TracedScores, f"__{_name}__", _operator(getattr(Tensor, f"__{_name}__")))
 

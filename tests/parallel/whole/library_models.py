@@ -127,14 +127,17 @@ QUICK: dict[str, Case] = {
     ),
 }
 
-_TORCHVISION = {
-    **dict.fromkeys(("resnet18", "resnet50", "resnext50_32x4d", "wide_resnet50_2", "densenet121", "vgg11_bn"), {}),
-    **dict.fromkeys(("mobilenet_v2", "mobilenet_v3_small", "mnasnet0_5", "shufflenet_v2_x0_5"), {}),
-    **dict.fromkeys(("efficientnet_b0", "efficientnet_v2_s", "regnet_y_400mf", "convnext_tiny"), {}),
-}
+_TORCHVISION = (
+    *("resnet18", "resnet50", "resnext50_32x4d", "wide_resnet50_2", "densenet121", "vgg11_bn", "mobilenet_v2"),
+    *("mobilenet_v3_small", "mnasnet0_5", "shufflenet_v2_x0_5", "efficientnet_b0", "efficientnet_v2_s"),
+    *("regnet_y_400mf", "convnext_tiny"),
+)
+_TIMM_CONVOLUTIONS = (
+    *("resnet26", "resnetv2_50", "ecaresnet26t", "repvgg_a0", "efficientnet_lite0", "mobilenetv3_small_050"),
+    *("ghostnet_100", "hrnet_w18_small", "dla34", "poolformer_s12"),
+)
 _TIMM: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("resnet26", "resnetv2_50", "ecaresnet26t", "repvgg_a0", "efficientnet_lite0"), {}),
-    **dict.fromkeys(("mobilenetv3_small_050", "ghostnet_100", "hrnet_w18_small", "dla34", "poolformer_s12"), {}),
+    **{name: {} for name in _TIMM_CONVOLUTIONS},
     "mixer_s32_224": {"img_size": 64},
     "beit_base_patch16_224": {"img_size": 64, "depth": 2, "embed_dim": 48, "num_heads": 2},
     "swin_tiny_patch4_window7_224": {"img_size": 64, "depths": (1, 1, 1, 1), "embed_dim": 24, "window_size": 2},

@@ -44,6 +44,9 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     tried: list[str] = []
     FailingGraph.tried = tried
     stream = SimpleNamespace(wait_stream=lambda other: None, device=CPU)
+    generator = SimpleNamespace(
+        get_offset=lambda: 0, graphsafe_get_state=lambda: None, graphsafe_set_state=lambda state: None
+    )
     replaced = {
         "Stream": lambda *_: stream,
         "current_stream": lambda: stream,
@@ -52,12 +55,10 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         "graph_pool_handle": lambda: (0, 1),
         "synchronize": lambda: None,
         "empty_cache": lambda: tried.append("empty_cache"),
-        "default_generators": (SimpleNamespace(get_offset=lambda: 0, graphsafe_get_state=lambda: None),),
+        "default_generators": (generator,),
     }
     for name, value in replaced.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    generator = torch.cuda.default_generators[0]
-    generator.graphsafe_set_state = lambda state: None
     return tried
 
 

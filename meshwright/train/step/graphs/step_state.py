@@ -34,9 +34,9 @@ class StepState:
         for owner, name, buffer, value in self._buffers:
             buffer.data.copy_(value)  # not counted by autograd as a change
             owner._buffers[name] = buffer
-        for parameter, gradient, value in self._gradients:
-            if gradient is not None and value is not None:
-                gradient.data.copy_(value)
+        for parameter, gradient, copy in self._gradients:
+            if gradient is not None and copy is not None:
+                gradient.data.copy_(copy)
             parameter.grad = gradient
         self._host.restore()
         if self._cuda is not None:
