@@ -15,7 +15,6 @@ from meshwright.batch import ModelBatch, at_least_fp32
 from meshwright.blocks.borrowed_samples import borrowed_samples
 from meshwright.blocks.power_iteration import power_iterations, without_power_iteration
 from meshwright.collectives.small_sums import SmallSums
-from meshwright.dtypes import AUTOCAST_DTYPES
 from meshwright.parallel import shard
 from meshwright.parallel.attention_fastpath import without_attention_fastpath
 from meshwright.parallel.backward_wait import run_backward
@@ -140,12 +139,12 @@ class ParallelModel:
         return self._compile_once("loss", loss_function, self._as_one_graph)
 
     def _with_loss(self, model: Callable[..., Any], loss_function: LossFunction) -> Callable[..., Any]:
-        """Returns the function that calls the model and the loss function. A compiler can trace it: it reads no more
-        than two local values."""
-        device_type, dtype = self.device.type, AUTOCAST_DTYPES.get(self.plan.numerics.precision)
+        """Returns the function that calls the model and the loss function. The compiler traces it: nothing in it may
+        register or cache anything."""
+        plan, device_type = self.plan, self.device.type
 
         def forward(arguments: tuple[Any, ...], keywords: dict[str, Any], target: Any, has_samples: bool) -> Any:
-            with nullcontext() if dtype is None else torch.autocast(device_type, dtype=dtype):
+            with forward_precision(plan, device_type):
                 output = model(*arguments, **keywords)
             return loss_function(at_least_fp32(output), target, has_samples)
 

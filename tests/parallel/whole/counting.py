@@ -23,10 +23,11 @@ _RATE = 1e-3
 @dataclass
 class Counted:
     """`breaks` are the graph breaks, `late_graphs` the graphs that were compiled after the first step, and `graphs`
-    all of them. `warnings` are the texts of those that the steps gave."""
+    all of them. `is_apart`: model and loss could not be compiled as one graph. `warnings` are the texts of those that the steps gave."""
 
     breaks: int = 0
     late_graphs: int = 0
+    is_apart: bool = False
     graphs: int = 0
     reasons: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -88,4 +89,5 @@ def count_ours(case: Case, precision: str, compiled: str, chunks: int) -> Counte
         for _ in range(STEPS):
             session.step(case.batch)
             after_step()
+    counted.is_apart = session.parallel.compilation.apart
     return counted
