@@ -23,7 +23,8 @@ _RATE = 1e-3
 @dataclass
 class Counted:
     """`breaks` are the graph breaks, `late_graphs` the graphs that were compiled after the first step, and `graphs`
-    all of them. `is_apart`: model and loss could not be compiled as one graph. `warnings` are the texts of those that the steps gave."""
+    all of them. `is_apart`: model and loss could not be compiled as one graph. `warnings` are the texts of those that
+    the steps gave."""
 
     breaks: int = 0
     late_graphs: int = 0

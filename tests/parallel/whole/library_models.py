@@ -83,7 +83,8 @@ def _transformers(name: str, **options: Any) -> nn.Module:
     kind = getattr(import_module("transformers"), name)
     config = kind.config_class()
     for field, value in {**_SIZES, **options}.items():
-        if hasattr(config, field):
+        is_property = isinstance(getattr(type(config), field, None), property)
+        if (hasattr(config, field) and not is_property) or field == "decoder_start_token_id":
             setattr(config, field, value)
     if hasattr(config, "layer_types") and config.layer_types:  # of the default number of layers
         config.layer_types = config.layer_types[-2:]
