@@ -27,7 +27,9 @@ def check(name: str, variants: Sequence[Variant]) -> None:
             raise
         what = f"{precision}, {compiled}, {chunks} chunks: {ours}"
         assert ours.graphs > 0, what
-        assert ours.warnings == [], what
+        if ours.warnings:  # only that the model itself cannot be traced as a whole
+            assert all("cannot trace all of the model" in text for text in ours.warnings), what
+            assert by_hand(precision).breaks > 0, f"{what}, by hand {by_hand(precision)}"
         if ours.is_apart:  # only if the model has a break of its own
             assert by_hand(precision).breaks > 0, f"{what}, by hand {by_hand(precision)}"
         if ours.breaks or ours.late_graphs:
