@@ -27,6 +27,6 @@ class Reducer(Protocol):
         """Releases memory and threads."""
 
 
-def real_numbers(flat: Tensor) -> Tensor:
-    """Returns the memory of a flat tensor as real numbers, which every collective can sum."""
-    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+def real_numbers(tensor: Tensor) -> Tensor:
+    """Returns the memory of a tensor as real numbers, which every collective can sum: two for each complex number."""
+    return torch.view_as_real(tensor).flatten(-2) if tensor.is_complex() else tensor

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from meshwright.collectives.reducer import real_numbers
 from meshwright.parallel.torch_private import foreach_mul_, foreach_norm
 from meshwright.parallel.weights.layout import ParameterLayout, TiedLayout, local_tensor
 
@@ -32,7 +33,7 @@ def global_norm(
     gradients = [(name, gradient) for name, gradient in named_gradients if gradient is not None]
     device = _device(gradients, mesh)
     counted = [
-        local_tensor(gradient)
+        real_numbers(local_tensor(gradient))
         for name, gradient in gradients
         if mesh is None or _is_counted_here(name, gradient, layouts, tied, mesh)
     ]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunction as DisableTorchFunction
 from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
 from torch._ops import OpOverload as OpOverload
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,6 +43,9 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 # A context in which the user's dispatch modes are disabled. In it, functions are tried on fake tensors.
 disable_dispatch_modes = _python_dispatch._disable_current_modes
+
+# What a function raises on fake tensors if its result, or the shape of its result, depends on values.
+VALUE_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 
 # Creates a tensor that has a shape, dtype and device but no storage.
 make_wrapper_subclass = Tensor._make_wrapper_subclass

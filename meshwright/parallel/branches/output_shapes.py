@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from meshwright.errors import InputError
 from meshwright.parallel.pipeline.shape_inference import copy_with_tensors
-from meshwright.parallel.torch_private import FakeTensorMode, TreeSpec, tree_flatten, tree_map
+from meshwright.parallel.torch_private import VALUE_DEPENDENT_ERRORS, FakeTensorMode, TreeSpec, tree_flatten, tree_map
+from meshwright.user_code import first_line
 
 _CACHED_SIGNATURES = 64  # batches of many different lengths would otherwise fill the memory
 _PLAIN_TYPES = (type(None), bool, int, float, complex, str)
@@ -65,7 +66,13 @@ class FakeBranch:
         self.module.train(training)
         args, kwargs = tree_map(lambda leaf: self._fake_input(leaf) if isinstance(leaf, Tensor) else leaf, inputs)
         with self._mode:
-            output = self.module(*args, **kwargs)
+            try:
+                output = self.module(*args, **kwargs)
+            except VALUE_DEPENDENT_ERRORS as error:
+                raise InputError(
+                    f"plan.modules.branches.{self.name}: the shape of what it returns cannot be known without computing"
+                    f" it, because it depends on values ({first_line(error)}): leave the branch out of the plan"
+                ) from None
         leaves, tree = tree_flatten(output)
         return BranchOutput(tuple(self._described(leaf) for leaf in leaves), tree)
 

@@ -16,6 +16,7 @@ the second one. An expert that no rank calls has no gradient, as on one device.
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ class ListedExperts:
         buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
         self._inputs = {}
         try:
-            with torch.random.fork_rng(device_type=_device_type(args)):
+            with _preserved_generators(args):
                 self._forward(*first_args, **first_kwargs)
             with torch.no_grad():
                 for buffer, before in buffers:
@@ -158,5 +159,8 @@ class _ExpertCall:
         return self._experts.call_expert(self._number, self._forward, args, kwargs)
 
 
-def _device_type(args: tuple[Any, ...]) -> str:
-    return next((arg.device.type for arg in args if isinstance(arg, Tensor) and arg.device.type != "cpu"), "cuda")
+def _preserved_generators(args: tuple[Any, ...]) -> AbstractContextManager[None]:
+    """Restores the random generators of the host and of the devices of these arguments. Other devices are not used: a
+    process that was forked cannot."""
+    kind = next((arg.device.type for arg in args if isinstance(arg, Tensor) and arg.device.type != "cpu"), None)
+    return torch.random.fork_rng(devices=[]) if kind is None else torch.random.fork_rng(device_type=kind)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from meshwright.errors import InputError
 from meshwright.parallel.differentiable_collectives import (
     AxisGroup,
     ShardRanges,
@@ -21,9 +22,10 @@ from meshwright.parallel.differentiable_collectives import (
     consecutive_ranges,
     slice_own_shard,
 )
-from meshwright.parallel.torch_private import make_wrapper_subclass, register_pytree_node, tree_map
+from meshwright.parallel.torch_private import make_wrapper_subclass, register_pytree_node, tree_leaves, tree_map
 from meshwright.parallel.weights.layout import shard_ranges
 from meshwright.profile.structure.split_rules import DividedDimension
+from meshwright.user_code import running_line
 
 ShardKind = Literal["features", "vocabulary", "sequence", "context"]  # what the sharded dimension counts
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -109,7 +111,13 @@ class ShardView(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        raise NotImplementedError(f"{func} was given a ShardView without passing through __torch_function__")
+        leaves = tree_leaves((args, kwargs), is_leaf=is_shard_view)
+        group = next(leaf.spec.group for leaf in leaves if isinstance(leaf, ShardView))
+        raise InputError(
+            f"torch calls {func} with a tensor that is divided over the {group.size} ranks of the {group.axis} axis,"
+            f" behind {running_line()}, where no rule can follow it, such as in a checkpoint of the model's own inside"
+            f" a block that the plan recomputes: set plan.memory.recompute to none, or plan.axes.{group.axis} to 1"
+        )
 
     def gathered(self) -> Tensor:
         """The full tensor, for computation that all ranks repeat. If the local tensor of a view is a shard view itself,
