@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class StepGraphs:
         self._device = device
         self._runs: dict[_Key, int] = {}  # how often each key ran without a graph
         self._captured: dict[_Key, _CapturedStep] = {}
-        self._stream = torch.cuda.Stream()
+        self._stream = _side_stream(device)
         self._capture_failed = False
         self._generators: list[torch.Generator] = []  # those of compiled code that recomputes layers
         self._where = ""  # the module in which the last capture failed
@@ -158,6 +159,13 @@ class StepGraphs:
             loss = self._run_step(examples, samples, True)
         torch.cuda.current_stream().wait_stream(self._stream)
         return loss
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Returns the stream for steps before a capture and for captures. All sessions share it, because libraries keep a
+    workspace of tens of megabytes for every stream that they were used on."""
+    return torch.cuda.Stream(device)
 
 
 @contextmanager

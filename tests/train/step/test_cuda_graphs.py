@@ -45,7 +45,10 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     FailingGraph.tried = tried
     stream = SimpleNamespace(wait_stream=lambda other: None, device=CPU)
     generator = SimpleNamespace(
-        get_offset=lambda: 0, graphsafe_get_state=lambda: None, graphsafe_set_state=lambda state: None
+        get_offset=lambda: 0,
+        graphsafe_get_state=lambda: None,
+        graphsafe_set_state=lambda state: None,
+        manual_seed=lambda seed: None,
     )
     replaced = {
         "Stream": lambda *_: stream,
