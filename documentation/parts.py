@@ -4,10 +4,12 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from validation.fuzz.counts import fuzz_part
 from validation.speed.sweep.table import sweep_part
 
 PARTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "performance.md": {"validation.speed.sweep": sweep_part},
+    "prove.md": {"validation.fuzz": fuzz_part},
 }
 
 

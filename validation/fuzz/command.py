@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from validation.fuzz.counts import add_rows, page_tables, read_counts, write_counts
 from validation.fuzz.draw import draw_case
 from validation.fuzz.fault_search import search_faults
 from validation.fuzz.operators.table import OPERATORS
@@ -29,6 +30,8 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.replay:
         _replay([Path(name) for name in options.replay], options.shrink)
+    elif options.count:
+        _count([Path(name) for name in options.count])
     elif options.faults is not None:
         search_faults(options.faults, options.seed, lambda line: print(line, flush=True))
     else:
@@ -79,6 +82,26 @@ def _replay(files: list[Path], shrinks: bool) -> None:
             print(f"    {', '.join(case.program.operators)}\n    {outcome.reason[-1500:]}", flush=True)
     finally:
         pools.close()
+
+
+def _count(files: list[Path]) -> None:
+    """Adds the results of these files to the counts of the repository. Programs that were wrong or crashed are run
+    again, and count as they end now."""
+    rows, pools = [row for file in files for row in read_rows(file)], Pools()
+    try:
+        for number, row in enumerate(rows):
+            if row["outcome"] in ("wrong", "crash"):
+                case = draw_case(row["seed"], row["number"], row["attempt"])
+                outcome = outcome_of(case, pools)
+                rows[number] = {**row, "outcome": outcome.kind}
+                print(
+                    f"{row['seed']}/{row['number']}: {row['outcome']}, now {outcome.kind}", file=sys.stderr, flush=True
+                )
+    finally:
+        pools.close()
+    counts = add_rows(read_counts(), (row for row in rows if row["outcome"] != "invalid"))
+    write_counts(counts)
+    print("\n".join(page_tables(counts)))
 
 
 def fuzz(
@@ -151,6 +174,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--plans", default="", help="beginnings of the names of plans, such as 'tensor,context 2'")
     parser.add_argument("--only-operators", default="", help="each program has one of these operators")
     parser.add_argument("--failures", help="a folder for the programs that are wrong or crash")
+    parser.add_argument("--count", nargs="+", help="add these files of results to the counts of the repository instead")
     parser.add_argument("--replay", nargs="+", help="run these kept cases instead")
     parser.add_argument("--shrink", action="store_true", help="with --replay: find the smallest cases that fail alike")
     parser.add_argument(

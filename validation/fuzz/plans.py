@@ -96,7 +96,7 @@ PLANS: dict[str, PlanKind] = {
     "shard 2 tensor 2": PlanKind({"shard": 2, "tensor": 2}, _SEQUENCE, _SEQUENCES, weight=0.5),
     "pipeline 2": PlanKind({"pipeline": 2}, _pipeline("1f1b"), _BLOCKS, 2, weight=2),
     "pipeline 2 gpipe": PlanKind({"pipeline": 2}, _pipeline("gpipe", 3), _BLOCKS, 2),
-    "pipeline 2 whole batch": PlanKind({"pipeline": 2}, _pipeline("1f1b", 1), _BLOCKS, 2),
+    "pipeline 2 whole batch": PlanKind({"pipeline": 2}, _pipeline("gpipe", 1), _BLOCKS, 2),
     "pipeline 2 interleaved": PlanKind({"pipeline": 2}, _pipeline("interleaved_1f1b"), _BLOCKS, 4, weight=0.7),
     "pipeline 2 zero bubble": PlanKind({"pipeline": 2}, _pipeline("zero_bubble"), _BLOCKS, 4, weight=0.7),
     "pipeline 2 zbv": PlanKind({"pipeline": 2}, _pipeline("zbv"), _BLOCKS, 4, weight=0.7),
