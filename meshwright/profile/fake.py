@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from meshwright.batch import listed_samples, take_listed
+from meshwright.blocks.kept_results import kept_results
 from meshwright.errors import InputError
+from meshwright.output_trees import register_dataclasses
 from meshwright.profile.experts import route_evenly
 from meshwright.profile.grouped_products import traced_grouped_product
 from meshwright.profile.torch_private import FakeTensorMode, tree_leaves, tree_map
@@ -25,6 +28,7 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, skipped: Iterable[str] = 
     the rows of an expert are a multiple of `batch`."""
     memo: dict[int, Any] = {id(model.get_submodule(name)): nn.Identity() for name in skipped}
     skipped_ids = {id(module) for name in skipped for module in model.get_submodule(name).modules()}
+    results = kept_results(model)
     with mode:
         for module in model.modules():
             if id(module) in skipped_ids:
@@ -34,6 +38,8 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, skipped: Iterable[str] = 
                 memo.setdefault(id(parameter), nn.Parameter(fake, requires_grad=parameter.requires_grad))
             for buffer in module.buffers(recurse=False):
                 memo.setdefault(id(buffer), torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu"))
+        for key, result in results.items():
+            memo.setdefault(key, torch.empty(result.shape, dtype=result.dtype, device="cpu"))
     copied = copy.deepcopy(model, memo)
     route_evenly(copied, batch)
     return copied
@@ -65,7 +71,12 @@ class FakeRules(TorchFunctionMode):
 
 
 def batch_size(sample: Any) -> int:
-    """Number of samples in a batch: the most frequent size of dimension 0 among its tensors."""
+    """Number of samples in a batch: the length of its lists of samples, or else the most frequent size of dimension 0
+    among its tensors."""
+    listed = listed_samples(sample)
+    if listed:
+        return listed
+    register_dataclasses(sample)
     sizes = [leaf.shape[0] for leaf in tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.dim() > 0]
     if not sizes:
         raise InputError("the sample batch holds no tensor with a batch dimension")
@@ -74,17 +85,26 @@ def batch_size(sample: Any) -> int:
 
 def fake_batch(sample: Any, size: int, mode: FakeTensorMode) -> Any:
     """Returns the sample batch on fake tensors, with `size` samples. Tensors whose dimension 0 is not the batch keep
-    their shape."""
+    their shape. Samples in lists keep their shapes, and are repeated in order."""
     sample_size = batch_size(sample)
+    is_listed = listed_samples(sample) is not None
+    if is_listed:
+        sample = take_listed(sample, [index % sample_size for index in range(size)])
 
     def fake(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        shape = (size, *value.shape[1:]) if value.dim() > 0 and value.shape[0] == sample_size else value.shape
-        return torch.empty(shape, dtype=value.dtype, device="cpu")
+        has_samples = value.dim() > 0 and value.shape[0] == sample_size and not is_listed
+        return torch.empty((size, *value.shape[1:]) if has_samples else value.shape, dtype=value.dtype, device="cpu")
 
     with mode:
         return tree_map(fake, sample)
+
+
+def is_dense(tensors: Any) -> bool:
+    """Whether no tensor in the tree is sparse. Fake copies of sparse tensors would be dense."""
+    register_dataclasses(tensors)
+    return all(leaf.layout == torch.strided for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor))
 
 
 @contextmanager

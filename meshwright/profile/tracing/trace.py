@@ -27,6 +27,7 @@ from meshwright.profile.fake import (
     FakeRules,
     fake_batch,
     fake_model,
+    is_dense,
     one_sequence_per_row,
     reads_values,
     tensor_bytes,
@@ -106,6 +107,8 @@ def trace_profile(
     operators, has shown that all quantities are linear; two batch sizes are then enough. The model may be on the meta
     device; it is not changed.
     """
+    if not is_dense([*model.parameters(), *model.buffers(), sample]):
+        raise InputError("the model cannot be traced, because some of its tensors are sparse")
     sizes = BATCHES[:2] if is_linear else BATCHES
     step = _FakeStep(model, sample, loss, precision, target, recompute, GpuRules if on_gpu else FakeRules)
     equal_blocks = find_equal_blocks(model) if merge_equal_blocks else ()
