@@ -18,7 +18,7 @@ from meshwright.errors import InputError
 from meshwright.output_trees import register_dataclasses
 from meshwright.profile.experts import route_evenly
 from meshwright.profile.grouped_products import traced_grouped_product
-from meshwright.profile.torch_private import FakeTensorMode, tree_leaves, tree_map
+from meshwright.profile.torch_private import DataDependentOutputException, FakeTensorMode, tree_leaves, tree_map
 from meshwright.user_code import user_position
 
 
@@ -52,11 +52,15 @@ class FakeRules(TorchFunctionMode):
     is 0.5, because models use one to decide whether to skip a layer (Whisper), and a fake tensor has no value. This is
     for costs only: without `fixes_random_scalars` such a model fails, because how it can be split or cut must not
     depend on a random number.
+
+    `assumes_values` is for the costs of a model that reads values, where there are none to run it on: conditions on
+    tensors are false, masks select everything, and a CTC loss is a sum over its inputs.
     """
 
-    def __init__(self, fixes_random_scalars: bool = True) -> None:
+    def __init__(self, fixes_random_scalars: bool = True, assumes_values: bool = False) -> None:
         super().__init__()
         self._fixes_random_scalars = fixes_random_scalars
+        self._assumes_values = assumes_values
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -67,7 +71,28 @@ class FakeRules(TorchFunctionMode):
             return torch.tensor(0.5)
         if name in ("grouped_mm", "_grouped_mm"):
             return traced_grouped_product(args[0], args[1], args[2] if len(args) > 2 else kwargs["offs"])
+        if self._assumes_values and name in _ASSUMED:
+            return _ASSUMED[name](func, *args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _assumed_condition(func: Any, value: Tensor) -> bool:
+    try:
+        return bool(func(value))
+    except DataDependentOutputException:
+        return False
+
+
+def _assumed_selection(func: Any, input: Tensor, mask: Tensor) -> Tensor:
+    return torch.broadcast_tensors(input, mask)[0].reshape(-1)
+
+
+def _assumed_ctc_loss(func: Any, log_probs: Tensor, *_: Any, reduction: str = "mean", **__: Any) -> Tensor:
+    losses = -log_probs.sum(dim=(0, -1))
+    return losses if reduction == "none" else losses.mean()
+
+
+_ASSUMED = {"__bool__": _assumed_condition, "masked_select": _assumed_selection, "ctc_loss": _assumed_ctc_loss}
 
 
 def batch_size(sample: Any) -> int:

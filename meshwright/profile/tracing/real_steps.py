@@ -58,7 +58,8 @@ def trace_or_measure_profile(
     is_linear: bool = False,
 ) -> tuple[ModelProfile, str]:
     """Returns the profile of a model, and a phrase for the user that says how the profile was obtained. It is traced if
-    that is possible, else measured; a measured profile has no structure. The arguments are those of `trace_profile`."""
+    that is possible, else measured; a measured profile has no structure. A model without values cannot be measured. If
+    its code reads values, it is traced with assumed ones. The arguments are those of `trace_profile`."""
     try:
         profile = trace_profile(
             model,
@@ -75,7 +76,21 @@ def trace_or_measure_profile(
     except Exception as problem:  # whatever the model's own code raises on tensors without values
         error = problem if isinstance(problem, InputError) else _not_traced(problem)
         if not has_values(model, sample):
-            raise NotPredictable(f"{error}, and {_NO_DEVICE}") from problem
+            try:
+                profile = trace_profile(
+                    model,
+                    sample,
+                    loss,
+                    precision=precision,
+                    on_gpu=on_gpu,
+                    target=target,
+                    recompute=recompute,
+                    is_linear=is_linear,
+                    assumes_values=True,
+                )
+            except Exception:
+                raise NotPredictable(f"{error}, and {_NO_DEVICE}") from problem
+            return profile, f"traced steps at {_batches(profile)}, in which conditions on values are false"
         try:
             profile = measure_profile(
                 model, sample, loss, precision=precision, on_gpu=on_gpu, target=target, recompute=recompute

@@ -107,6 +107,32 @@ def test_a_model_that_fails_cannot_be_predicted() -> None:
         trace_or_measure_profile(Uncopied(), (torch.randn(4, 8), CLASSES), F.cross_entropy, on_gpu=False)
 
 
+class Speech(Layers):
+    """Checks its targets, and computes the CTC loss of those that are not padding, as the speech models of transformers
+    do."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        if labels.max() >= 3:
+            raise ValueError("a label is not in the vocabulary")
+        mask = labels >= 0
+        scores = super().forward(x).log_softmax(-1).transpose(0, 1)
+        lengths = torch.full((len(x),), x.shape[1])
+        return F.ctc_loss(scores, labels.masked_select(mask), lengths, mask.sum(-1))
+
+
+def test_a_model_that_checks_its_targets_is_predicted_without_values() -> None:
+    batch = (torch.randn(4, 12, 8), torch.tensor([[1, 2], [1, -1], [2, 1], [2, 2]]))
+    measured, how = trace_or_measure_profile(Speech(), batch, None, on_gpu=False)
+    assert how.startswith("measured")
+    with torch.device("meta"):
+        model = Speech()
+    assumed, how = trace_or_measure_profile(model, tuple(t.to("meta") for t in batch), None, on_gpu=False)
+    assert how == "traced steps at batches 2, 3 and 5, in which conditions on values are false"
+    for phase in ("forward", "backward"):
+        assert assumed.flops(4, phase) == pytest.approx(measured.flops(4, phase))
+    assert assumed.saved_bytes(4) == pytest.approx(measured.saved_bytes(4), rel=0.3)
+
+
 class OwnOptimizer(torch.optim.SGD):
     def __init__(self, parameters: Any, model: nn.Module) -> None:
         super().__init__(parameters, lr=0.1)
