@@ -3,7 +3,7 @@
 import copy
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -92,7 +92,11 @@ def _assumed_ctc_loss(func: Any, log_probs: Tensor, *_: Any, reduction: str = "m
     return losses if reduction == "none" else losses.mean()
 
 
-_ASSUMED = {"__bool__": _assumed_condition, "masked_select": _assumed_selection, "ctc_loss": _assumed_ctc_loss}
+_ASSUMED: dict[str, Callable[..., Any]] = {
+    "__bool__": _assumed_condition,
+    "masked_select": _assumed_selection,
+    "ctc_loss": _assumed_ctc_loss,
+}
 
 
 def batch_size(sample: Any) -> int:

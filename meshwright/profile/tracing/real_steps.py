@@ -158,6 +158,25 @@ def measure_profile(
 # ---- one real step
 
 
+def failure_of_step(
+    model: nn.Module, sample: Any, loss: LossFunction | None, precision: str, target: str | None = None
+) -> str | None:
+    """Returns why a real step of the model on its device fails in this precision; None if it runs, or if it lacks
+    memory, which says nothing about the precision."""
+    device = model_device(model)
+    try:
+        batch = batch_of_samples(sample, sample_count(sample), device)
+        model_copy = copy.deepcopy(model, kept_results(model))
+        loss_copy = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss
+        with preserved_random_state(device), torch.enable_grad():
+            compute_loss(_UnderAutocast(model_copy, device, precision), batch, loss_copy, "fp32", target).backward()
+    except (torch.OutOfMemoryError, MemoryError):
+        return None
+    except Exception as error:  # whatever the model's own code raises
+        return describe_error(error)
+    return None
+
+
 def _record_real_step(
     model: nn.Module,
     batch: Any,
