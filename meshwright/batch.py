@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from meshwright.dtypes import widen_half
 from meshwright.errors import InputError, did_you_mean
-from meshwright.output_trees import register_dataclasses
+from meshwright.output_trees import map_traced, register_dataclasses
 
 TARGET_KEYS = ("target", "targets", "label", "labels")
 # Passed as the key of the target, this means that nothing is taken out of the batch before it goes into the model.
@@ -126,5 +126,7 @@ def at_least_fp32(output: Any) -> Any:
     computed in at least fp32."""
     if isinstance(output, Tensor):
         return widen_half(output)
+    if torch.compiler.is_compiling():
+        return map_traced(widen_half, output)
     register_dataclasses(output)
     return tree_map(widen_half, output)

@@ -63,9 +63,18 @@ DTYPES_BY_TORCH_NAME: dict[str, torch.dtype] = {name: TORCH_DTYPES[ours] for nam
 ITEM_BYTES: dict[str, int] = {name: dtype.itemsize for name, dtype in DTYPES_BY_TORCH_NAME.items()}
 
 
+class TensorStandIn:
+    """The base class of objects that stand for a tensor in functions that torch compiles."""
+
+    dtype: torch.dtype
+
+    def float(self) -> object:
+        raise NotImplementedError
+
+
 def widen_half(value: object) -> object:
     """Returns a bf16 or fp16 tensor converted to fp32, and every other value unchanged."""
-    if isinstance(value, torch.Tensor) and value.dtype in HALF_DTYPES.values():
+    if isinstance(value, (torch.Tensor, TensorStandIn)) and value.dtype in HALF_DTYPES.values():
         return value.float()
     return value
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 from yaml import YAMLError
 
@@ -25,11 +25,13 @@ from meshwright.job_sections.sections import (
     Train,
     Weights,
 )
+from meshwright.limits import is_number
 from meshwright.plan import Plan
 from meshwright.plan_fields.constraints import Constraints
 from meshwright.plan_fields.effects import Numerics
 
 _DEEPEST_FIELD = 50  # names before the last dot of a field that `--set` sets, such as an argument of a nested call
+_LONGEST_TUNE_S = 1e6
 _HINTS = {
     **{kind.__name__: "write {call: package.module:name, ...}" for kind in (Call, Optimizer, LearningRateSchedule)},
     Weights.__name__: "write the path of a file or a Hugging Face folder, or {path: file_or_folder, skip: [patterns]}",
@@ -40,6 +42,15 @@ def _check_name(name: str) -> str:
     if not re.fullmatch(r"[\w.-]+", name):
         raise PydanticCustomError("name", "write letters, digits, '_', '.' and '-' only, as folders get this name")
     return name
+
+
+def _check_tune(tune: Any) -> bool | float:
+    if not isinstance(tune, bool) and not (is_number(tune) and 0 <= tune <= _LONGEST_TUNE_S):
+        raise PydanticCustomError("tune", "write true, false, or a number of seconds up to 1,000,000")
+    return tune
+
+
+Tune = Annotated[bool | float, BeforeValidator(_check_tune)]
 
 
 class Job(Section):
@@ -64,7 +75,8 @@ class Job(Section):
     constraints: Constraints = Constraints()  # what `plan: auto` has to keep (docs/constraints.md)
     # What `plan: auto` may do to the numerical result: nothing but another order of sums, other last bits, or anything.
     allow: Numerics = "rounding"
-    tune: bool = True  # a long run with `plan: auto` first measures which `compute` fields make its steps faster
+    # How many seconds a run with `plan: auto` may first time variants of its plan; true: 60, and at most 5% of the run.
+    tune: Tune = True
     cluster: str = "local"
     output: str = "runs"
     synthetic: dict[str, Any] = Field(default={})

@@ -5,11 +5,14 @@ Without this, torch takes one of them for a single value: the tensors in it woul
 moved to the device, and FSDP2 would not find the tensors whose gradients it waits for.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node
+from torch import Tensor
+from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node, tree_map
+
+from meshwright.dtypes import TensorStandIn
 
 
 def register_dataclasses(value: Any) -> None:
@@ -28,6 +31,28 @@ def register_dataclasses(value: Any) -> None:
     elif isinstance(value, tuple | list):
         for entry in value:
             register_dataclasses(entry)
+
+
+def map_traced(function: Callable[[Any], Any], value: Any) -> Any:
+    """`tree_map` in a function that torch compiles: nothing is registered, and the compiler sees code that each of its
+    versions can trace."""
+    if isinstance(value, (Tensor, TensorStandIn)):
+        return function(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if type(value) is tuple or type(value) is list:
+        return type(value)([map_traced(function, entry) for entry in value])
+    if type(value) is dict:
+        return {name: map_traced(function, entry) for name, entry in value.items()}
+    if type(value) in SUPPORTED_NODES:  # registered by the library that it comes from, or before the compiler ran
+        return tree_map(function, value)
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    copy = object.__new__(type(value))
+    for field in fields(value):
+        if hasattr(value, field.name):
+            object.__setattr__(copy, field.name, map_traced(function, getattr(value, field.name)))
+    return copy
 
 
 def _register(kind: type[Any]) -> None:

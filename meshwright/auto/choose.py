@@ -3,13 +3,14 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from meshwright.auto.inputs import model_planning_inputs, planning_data, planning_inputs
+from meshwright.auto.tuned import ModelToTune, checked_budget_s, variants_of
 from meshwright.batch import split_batch
 from meshwright.calibrate.probe import measure_machine
 from meshwright.cluster.cluster import Cluster
@@ -37,6 +38,8 @@ from meshwright.train.build import construct_model
 from meshwright.train.job_parts import JobParts
 from meshwright.train.output.folder import RunFolder, device_text, find_run_to_resume
 from meshwright.train.output.origin import read_run_file
+from meshwright.train.tuning.ranks import TuningRequest
+from meshwright.train.tuning.variants import Variant
 from meshwright.user_code import first_line
 
 CheckPlan = Callable[[Plan], None]
@@ -64,28 +67,14 @@ def free_best(inputs: PlanningInputs, profiles: Profiles) -> PricedPlan | None:
 class JobPlan:
     """The plan that a job is trained with. `step_s` are the predicted seconds of a step, None without a prediction.
     `line` says how `plan: auto` has chosen the plan; None if the job names its plan, or if its code fails.
-    `is_searched`: the plan was found by a search, and not named by the job or stored in a run. `prediction` is the
-    whole prediction; None without one."""
+    `prediction` is the whole prediction; None without one. `variants` returns the variants of the plan that may be
+    timed: none if the plan was named by the job or stored in a run, and not found by a search."""
 
     plan: Plan
     step_s: float | None = None
     line: str | None = None
-    is_searched: bool = False
     prediction: Prediction | None = None
-
-
-def plan_chooser(job: Job, refuse: CheckPlan | None = None) -> Callable[[Cluster, str], tuple[Plan, str | None]]:
-    """Returns the function that chooses the job's plan for ranks that another launcher has started
-    (`train/launched.py`). `refuse` is that of `plan_of_job`."""
-    calls = count()
-
-    def choose(machines: Cluster, resume: str) -> tuple[Plan, str | None]:
-        # Called again, because a plan was refused that may have been the stored one of the run to resume.
-        resumed = resume if next(calls) == 0 else "never"
-        chosen = plan_of_job(JobParts(job), machines, "auto", resumed, refuse)
-        return chosen.plan, chosen.line
-
-    return choose
+    variants: Callable[[], list[Variant]] = list
 
 
 def plan_of_job(
@@ -137,7 +126,8 @@ def plan_of_job(
             )
             best = result.ranked[0]
             line = describe_choice(result, inputs, profiles)
-            return JobPlan(best.plan, best.prediction.step_s, line, is_searched=True, prediction=best.prediction)
+            variants = partial(variants_of, best.plan, inputs, profiles)
+            return JobPlan(best.plan, best.prediction.step_s, line, best.prediction, variants)
         if plan.numerics.precision == "auto":
             return JobPlan(plan)  # the run measures which precision is the fastest
         profile = profiles.get(plan.numerics.precision, plan.memory.recompute)
@@ -204,6 +194,7 @@ def best_plan(
     fix: Mapping[str, Any] | None = None,
     avoid: Sequence[str] = (),
     max_memory: str | int | None = None,
+    tune: float | None = None,
 ) -> Plan:
     """Returns the fastest plan for this model that `parallelize` can run. The model and the batch may be on the meta
     device. `optimizer` is a template for the optimizer; without it, the plan is for plain SGD. `allow` says how much
@@ -219,6 +210,11 @@ def best_plan(
     `avoid` names axes, features or values that the plan must not have: `["pipeline", "recompute"]`. `max_memory` is
     what a plan may use of one device: bytes, or a text such as `"40GB"` (docs/constraints.md).
 
+    Without `cluster`, a few steps of the best variants of the plan's `compute` fields are timed on copies of the model,
+    among them eager steps and the compiled model, and the fastest is taken. This takes at most about `tune` seconds,
+    None for 60, and changes nothing in the process. With 0, or if torch uses deterministic algorithms, predictions
+    decide alone. The result is kept for the same model, shapes, devices and versions.
+
     >>> import torch, meshwright as mw
     >>> model = torch.nn.Linear(20, 5)
     >>> batch = (torch.randn(8, 20), torch.zeros(8, dtype=torch.long))
@@ -231,10 +227,15 @@ def best_plan(
     8
     """
     constraints = make_constraints(fix, avoid, max_memory)
+    budget_s = checked_budget_s(tune, cluster)
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     world = join(kind, timeout_s)
 
+    trained = ModelToTune(model, sample_batch, loss, optimizer, target, global_batch, world)
+    request: TuningRequest | None = None  # of rank 0
+
     def search_here() -> Plan:
+        nonlocal request
         inputs, profiles = _model_inputs(
             model,
             sample_batch,
@@ -249,10 +250,14 @@ def best_plan(
         )
         if check is not None:
             inputs = replace(inputs, check_plan=_both(inputs.check_plan, check))
-        return choose_plan(inputs, profiles).plan
+        plan = choose_plan(inputs, profiles).plan
+        if cluster is None and budget_s and trained.can_be_timed(plan):
+            request = trained.request(plan, variants_of(plan, inputs, profiles), budget_s)
+        return plan
 
     with preserve_generators():  # only rank 0 may draw random numbers here
-        return _plan_of_rank_0(search_here, world)
+        plan = _plan_of_rank_0(search_here, world)
+        return plan if cluster is not None or not budget_s else trained.tuned(plan, request)
 
 
 def _both(first: Callable[[Plan], None], second: Callable[[Plan], None]) -> Callable[[Plan], None]:

@@ -36,7 +36,7 @@ from meshwright.cli.questions.explain import explain
 from meshwright.cli.ready_jobs import job_title, ready_jobs
 from meshwright.cli.report import report
 from meshwright.cli.text import console, print_columns, print_lines, print_message
-from meshwright.cli.training import print_result, profile_settings, train_as_rank, train_here
+from meshwright.cli.training import print_result, profile_settings, train_as_rank, train_here, tune_settings
 from meshwright.cli.watch import watch
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.files.user_path import user_path
@@ -136,6 +136,14 @@ def train(
             "--unproved", help="Do not check first that a plan which divides the model trains the same model."
         ),
     ] = False,
+    tune: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="With plan: auto, how long variants of the plan may be timed before the run; 0: not at all. By default"
+            " 60, and at most 5% of the run.",
+        ),
+    ] = None,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
@@ -146,7 +154,7 @@ def train(
     from meshwright.job import load_plan
     from meshwright.launch.environment import read_environment
 
-    settings = [*(settings or []), *profile_settings(profile_steps)]
+    settings = [*(settings or []), *profile_settings(profile_steps), *tune_settings(tune)]
     _check_node_options(nodes, node_rank, rendezvous, deepspeed)
     check_ray_options(on, workers, nodes, deepspeed)
     loaded_job = load_train_job(job, settings or [])

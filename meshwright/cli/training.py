@@ -2,6 +2,7 @@
 result of a run."""
 
 import json
+import math
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,8 @@ def train_as_rank(
 ) -> dict[str, Any] | None:
     """Trains as a rank that a launcher has started. Returns the result on rank 0 of a finished run. With `unproved`,
     the plan is not checked before."""
-    from meshwright.auto.choose import plan_chooser, plan_of_job
+    from meshwright.auto.choose import plan_of_job
+    from meshwright.auto.launched import PlanChooser
     from meshwright.cluster.detect import find_cluster
     from meshwright.proof.before_training.job import CheckInWorld
     from meshwright.train.job_parts import JobParts
@@ -39,8 +41,10 @@ def train_as_rank(
 
     machines = find_cluster(cluster or job.cluster)
     check = CheckInWorld()
-    choice = plan_chooser(job, check.refused) if plan == "auto" else plan
-    result = train_as_launched_rank(job, choice, machines, resume, record, suggest, None if unproved else check)
+    chooser = PlanChooser(job, check.refused)
+    choice, tune = (chooser, chooser.tune) if plan == "auto" else (plan, None)
+    checked = None if unproved else check
+    result = train_as_launched_rank(job, choice, machines, resume, record, suggest, checked, tune)
     if result is not None:
         _store_page_values(job, machines, Path(result["run"]))
     return result
@@ -81,9 +85,8 @@ def _train_planned(
     from meshwright.train.run import train
 
     job = parts.job
-    tunes = chosen.is_searched and job.tune and not job.constraints.limits_compute
     shown = partial(values_of_run, machines, parts, chosen.prediction)
-    settings = (chosen.step_s, record, chosen.line, parts, tunes, shown, check)
+    settings = (chosen.step_s, record, chosen.line, parts, chosen.variants, shown, check)
     try:
         return train(job, chosen.plan, machines, resume, *settings)
     except OutOfMemory as error:
@@ -112,6 +115,19 @@ def profile_settings(steps: str | None) -> list[str]:
     if not (first.isdecimal() and end.isdecimal()):
         raise InputError(f"--profile-steps {steps}: write the first step and the one after the last, such as 10:13")
     return [f"log.profile_steps=[{int(first)}, {int(end)}]"]
+
+
+def tune_settings(seconds: str | None) -> list[str]:
+    """Returns `--tune SECONDS` as an override of the job's field."""
+    if seconds is None:
+        return []
+    try:
+        number = float(seconds)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise InputError(f"--tune {seconds}: write a number of seconds, 0 to measure nothing")
+    return [f"tune={number}"]
 
 
 def values_of_run(

@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -24,3 +25,8 @@ class Reducer(Protocol):
 
     def close(self) -> None:
         """Releases memory and threads."""
+
+
+def real_numbers(flat: Tensor) -> Tensor:
+    """Returns the memory of a flat tensor as real numbers, which every collective can sum."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

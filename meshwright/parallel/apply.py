@@ -52,7 +52,7 @@ from meshwright.parallel.mesh import build_mesh, data_group, position_in_mesh, t
 from meshwright.parallel.model import MakeAverager, ParallelModel
 from meshwright.parallel.pipeline.pipeline import PipelineExecutor
 from meshwright.parallel.pipeline.stages import LocalStages, cut_stages, recompute_stages
-from meshwright.parallel.precision import gradient_reduce_dtype
+from meshwright.parallel.precision import gradient_reduce_dtype, register_casts
 from meshwright.parallel.replicate.batch_norm import synchronize_batch_norm
 from meshwright.parallel.replicate.gradient_averaging import gradient_averager
 from meshwright.parallel.replicate.local_steps import LocalSteps
@@ -128,7 +128,7 @@ def apply(
     if plan.axes.context > 1 or plan.axes.tensor > 1 or plan.modules.splits:
         gather_for_custom_functions(local.module)
     if head:
-        join_head_with_loss(head, plan.compute.loss_chunks, compiled=plan.compute.compile != "none")
+        join_head_with_loss(head, plan)
     # Replace forward passes before DDP and FSDP2 register their hooks, which then run around the replaced passes.
     warns = position.data_rank == 0 and position.context == 0 and position.tensor == 0
     compilation = _replace_forward_passes(plan, module, local, mesh, device, warns)
@@ -144,7 +144,7 @@ def apply(
     if plan.gradients.local_steps > 1 and isinstance(runner, DistributedDataParallel):
         local_steps = LocalSteps(runner, _required(mesh).get_group("replicate"), plan)
     pipeline = PipelineExecutor(stages, plan, _required(mesh), device, division) if stages else None
-    return ParallelModel(
+    parallel = ParallelModel(
         plan,
         local.module,
         runner,
@@ -161,6 +161,9 @@ def apply(
         compilation,
         local.expert_loads,
     )
+    # Here, because compiled functions must not register anything with torch.
+    register_casts(plan, parallel)
+    return parallel
 
 
 def _cut_stages(

@@ -1,7 +1,9 @@
 """Compiles a model with `torch.compile`, in parts that no other step of parallel/apply.py has to look into:
 
     plan                          compiled
-    one rank                      with `model` the model together with the loss function, with `blocks` each block
+    one rank                      with `model` the model together with the loss function, if the compiler can trace
+                                  both as one graph, otherwise the model, and the loss function; with `blocks` each
+                                  block
     replicate                     with `model` the model, and the loss function; with `blocks` each block
     shard                         each block, because FSDP2 gathers the weights of blocks between them
     pipeline                      with `model` each stage, and the loss function; with `blocks` each block of a stage
@@ -24,6 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.blocks.compiler_settings import COMPILER_SETTINGS
+from meshwright.blocks.failed_module import where_it_failed
 from meshwright.blocks.recompute import find_blocks
 from meshwright.exchange import all_gather_values
 from meshwright.parallel.pipeline.compiled_stage import CompiledStage
@@ -32,11 +36,13 @@ from meshwright.parallel.pipeline.stage import Stage
 from meshwright.parallel.tensor.compiled_blocks import SplitBlocks, has_split_layers, reason_not_to_compile
 from meshwright.parallel.tensor.local_graph import CannotRecord
 from meshwright.parallel.torch_private import (
+    as_one_graph,
     compile_across_ddp_buckets,
     compiler_errors,
     cpp_compilers,
     graph_breaks,
     is_backward_error_of_compiled_code,
+    was_compiling,
 )
 from meshwright.plan import Plan
 
@@ -46,13 +52,14 @@ _LOG = logging.getLogger(__name__)
 @dataclass
 class Compilation:
     """What of a model is compiled: the functions in `parts`, whose names are those of their modules; with `loss` the
-    loss function by itself; or with `whole` the model together with the loss function. `mode` is the argument of
-    `torch.compile`, None for its default. If `warns` is False, warnings are only logged, because another rank gives
-    them."""
+    loss function by itself; or with `whole` the model together with the loss function, with `apart` as two functions.
+    `mode` is the argument of `torch.compile`, None for its default. If `warns` is False, warnings are only logged,
+    because another rank gives them."""
 
     parts: list[str] = field(default_factory=list)
     loss: bool = False
     whole: bool = False
+    apart: bool = False
     mode: str | None = None
     warns: bool = True
     _shapes: Hashable = None
@@ -63,12 +70,24 @@ class Compilation:
         """Returns a function that compiles `forward` when it is called for the first time."""
         return torch.compile(forward, mode=self.mode)
 
-    def turn_off(self, error: Exception) -> None:
-        """Makes the model run uncompiled from now on, and warns that compiling failed with this error."""
+    def fall_back(self, error: Exception, where: str = "") -> None:
+        """Chooses what is compiled from now on instead of what could not be compiled because of this error: a model and
+        its loss function apart instead of together, and otherwise nothing. `where` is the text about the module."""
+        if not self.whole or self.apart:
+            self.turn_off(error, where)
+            return
+        self.apart = True
+        _LOG.info("plan.compute.compile: the model and its loss are compiled apart, because of %s", _first_lines(error))
+
+    def may_compile(self, shapes: Hashable) -> bool:
+        """Whether something may be compiled in a step whose batch has these shapes."""
+        return self.is_on and self._shapes != shapes
+
+    def turn_off(self, error: Exception, where: str = "") -> None:
+        """Makes the model run uncompiled from now on, and warns that compiling failed with this error. `where` is the
+        text about the module."""
         self.parts, self.loss, self.whole = [], False, False
-        lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        reason = " ".join(lines[:2])  # the first line may only name the backend
-        self.warn(f"compiling failed ({reason}), running without")
+        self.warn(f"compiling failed{where} ({_first_lines(error)}), running without")
 
     def check_step(self, shapes: Hashable) -> None:
         """Warns once if batches have different shapes, and once if the compiler could not trace a function as a whole.
@@ -101,6 +120,26 @@ class Compilation:
         return self.whole or self.loss or bool(self.parts)
 
 
+class OneGraph:
+    """Calls a function that is compiled as one graph. It runs uncompiled if the compiler cannot do that."""
+
+    def __init__(self, function: Callable[..., Any], compilation: Compilation) -> None:
+        self._original = function
+        self._compiled = compilation.function(function)
+        self._is_compiled = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_compiled:
+            try:
+                with as_one_graph():
+                    return self._compiled(*args, **kwargs)
+            except Exception as error:
+                if not is_compile_error(error):
+                    raise
+                self._is_compiled = False
+        return self._original(*args, **kwargs)
+
+
 class CompiledForward:
     """Takes the place of a `forward` function: calls the compiled one, or the original one if it cannot be compiled.
     With `only_in_training` the original one is called as well where no gradients are needed, because an evaluation
@@ -127,14 +166,21 @@ class CompiledForward:
             except Exception as error:
                 if not is_compile_error(error):
                     raise
-                self._compilation.turn_off(error)
+                owner = getattr(self._original, "__self__", None)
+                self._compilation.turn_off(error, where_it_failed(error, owner) if isinstance(owner, nn.Module) else "")
         return self._original(*args, **kwargs)
+
+
+def _first_lines(error: Exception) -> str:
+    """The first lines of an error's text, as one line. The first may only name the backend."""
+    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2])
 
 
 def is_compile_error(error: Exception) -> bool:
     """Whether the compiler has raised the error, and not the code that it compiles."""
     refusals: tuple[type[Exception], ...] = (RemoteTensorError, CannotRecord, *compiler_errors())
-    return isinstance(error, refusals) or is_backward_error_of_compiled_code(error)
+    return isinstance(error, refusals) or was_compiling(error) or is_backward_error_of_compiled_code(error)
 
 
 def compile_model(
@@ -155,6 +201,7 @@ def compile_model(
         if not dist.is_initialized() or dist.get_rank() == 0:
             compilation.warn(f"nothing is compiled, because {reason}{where}")
         return Compilation()
+    COMPILER_SETTINGS.make_for(compilation)
     # `Compilation.check_step` says the same in one line.
     warnings.filterwarnings("ignore", message="Dynamo does not know how to trace")
     blocks = [name for name in find_blocks(module) if _is_complete(module.get_submodule(name))]

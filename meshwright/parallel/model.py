@@ -19,7 +19,7 @@ from meshwright.parallel import shard
 from meshwright.parallel.attention_fastpath import without_attention_fastpath
 from meshwright.parallel.backward_wait import run_backward
 from meshwright.parallel.clip import clip_
-from meshwright.parallel.compiled import Compilation
+from meshwright.parallel.compiled import Compilation, OneGraph
 from meshwright.parallel.context.sequence_view import gather_sequence_views
 from meshwright.parallel.expert.loads import ExpertLoads
 from meshwright.parallel.mesh import MeshPosition
@@ -30,7 +30,7 @@ from meshwright.parallel.replicate.local_steps import LocalSteps
 from meshwright.parallel.replicate.replicate import broadcast_buffers, forget_compressed_gradients
 from meshwright.parallel.tensor.dimension_partition import shard_input_columns
 from meshwright.parallel.tensor.shard_view import gather_shard_views
-from meshwright.parallel.torch_private import comm_hook_states
+from meshwright.parallel.torch_private import as_one_graph, comm_hook_states
 from meshwright.parallel.weights.layout import ParameterLayout, TiedLayout
 from meshwright.parallel.weights.state import full_gradients, full_state
 from meshwright.plan import Plan
@@ -122,31 +122,59 @@ class ParallelModel:
                     run_backward(loss) if self._waits_after_backward and loss.requires_grad else loss.backward()
 
     def _forward_of(self, loss_function: LossFunction) -> Callable[..., Any]:
-        """Returns the function that computes the model's output and then the value of `loss_function`. It is compiled
-        if the whole model is."""
-        loss_function = self._compiled_loss(loss_function)
-
-        def forward(arguments: tuple[Any, ...], keywords: dict[str, Any], target: Any, has_samples: bool) -> Any:
-            output = self._forward(self.runner, ModelBatch(arguments, keywords, target))
-            return loss_function(output, target, has_samples)
-
-        if not self.compilation.whole:
-            return forward
-        return self._compile_once(loss_function, forward)
+        """Returns the function that computes the model's output and then the value of `loss_function`, compiled as the
+        plan says. This and `_compiled_loss` are the only places where more than the model's own code is compiled."""
+        compilation = self.compilation
+        if compilation.whole and not compilation.apart:
+            return self._compile_once("together", loss_function, self._together)
+        if compilation.whole:
+            model = self._compile_once("model", self.runner, compilation.function)
+            return self._with_loss(model, self._compile_once("loss", loss_function, self._as_one_graph))
+        return self._with_loss(self.runner, self._compiled_loss(loss_function))
 
     def _compiled_loss(self, loss_function: LossFunction) -> LossFunction:
         """Returns the loss function, compiled if the plan compiles it by itself."""
-        return self._compile_once(loss_function, loss_function) if self.compilation.loss else loss_function
+        if not self.compilation.loss:
+            return loss_function
+        return self._compile_once("loss", loss_function, self._as_one_graph)
 
-    def _compile_once(self, key: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-        if key not in self._compiled_functions:
-            self._compiled_functions.clear()
-            self._compiled_functions[key] = self.compilation.function(function)
-        return self._compiled_functions[key]
+    def _with_loss(self, model: Callable[..., Any], loss_function: LossFunction) -> Callable[..., Any]:
+        """Returns the function that calls the model and the loss function. The compiler traces it: nothing in it may
+        register or cache anything."""
+        plan, device_type = self.plan, self.device.type
+
+        def forward(arguments: tuple[Any, ...], keywords: dict[str, Any], target: Any, has_samples: bool) -> Any:
+            with forward_precision(plan, device_type):
+                output = model(*arguments, **keywords)
+            return loss_function(at_least_fp32(output), target, has_samples)
+
+        return forward
+
+    def _together(self, loss_function: LossFunction) -> Callable[..., Any]:
+        """Returns the function that computes output and loss, compiled as one graph. It raises an error if the compiler
+        cannot trace it as one."""
+        compiled = self.compilation.function(self._with_loss(self.runner, loss_function))
+
+        def forward(*args: Any) -> Any:
+            with as_one_graph():
+                return compiled(*args)
+
+        return forward
+
+    def _as_one_graph(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return OneGraph(function, self.compilation)
+
+    def _compile_once(
+        self, name: str, function: Any, compile_function: Callable[[Any], Callable[..., Any]]
+    ) -> Callable[..., Any]:
+        last = self._compiled_functions.get(name)
+        if last is None or last[0] != function:
+            last = self._compiled_functions[name] = (function, compile_function(function))
+        return last[1]
 
     @cached_property
-    def _compiled_functions(self) -> dict[LossFunction, Callable[..., Any]]:
-        """The last function that was compiled for training, by loss function."""
+    def _compiled_functions(self) -> dict[str, tuple[Any, Callable[..., Any]]]:
+        """The last function of each name that was compiled for training, and the compiled one."""
         return {}
 
     def _run_stages(

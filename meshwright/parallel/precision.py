@@ -17,15 +17,22 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from meshwright.dtypes import AUTOCAST_DTYPES, HALF_DTYPES, float32_matmul_precision
 from meshwright.plan import Plan
-from meshwright.profile.grouped_products import cast_grouped_products
+from meshwright.profile.grouped_products import CASTS_OF_GROUPED_PRODUCTS
 
 
 def forward_precision(plan: Plan, device_type: str) -> AbstractContextManager[Any]:
-    """The context in which a model's forward pass runs. Each forward pass needs a new one."""
+    """The context in which a model's forward pass runs. Each forward pass needs a new one. Compiled functions enter it,
+    so it must not register anything with torch: see `register_casts`."""
     if plan.numerics.precision in AUTOCAST_DTYPES:
-        cast_grouped_products()
         return torch.autocast(device_type, dtype=AUTOCAST_DTYPES[plan.numerics.precision])
     return nullcontext()
+
+
+def register_casts(plan: Plan, user: object) -> None:
+    """Registers with torch what autocast leaves out, if the plan uses autocast, until `user` is freed: the object that
+    runs forward passes in `forward_precision`."""
+    if plan.numerics.precision in AUTOCAST_DTYPES:
+        CASTS_OF_GROUPED_PRODUCTS.make_for(user)
 
 
 def fp32_product_precision(plan: Plan, device_type: str) -> AbstractContextManager[Any]:

@@ -341,10 +341,27 @@ def is_backward_error_of_compiled_code(error: Exception) -> bool:
     return runs_compiled_code and any(frame.f_code.co_filename.endswith("autograd/graph.py") for frame in frames)
 
 
+def was_compiling(error: BaseException) -> bool:
+    """Whether the error was raised while the compiler was at work: also one of the device, such as too little memory.
+    A backward pass is compiled when it runs for the first time."""
+    frames = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
+    return any(
+        code.co_filename.endswith("_dynamo/convert_frame.py")
+        or (code.co_filename.endswith("_inductor/compile_fx.py") and "compile" in code.co_name)
+        for code in frames
+    )
+
+
 def uncompiled(function: Function) -> Function:
     """Returns the function, which runs as it is within compiled functions. `graph_breaks` does not count this."""
     disabled: Function = torch.compiler.disable(function, reason=_ON_PURPOSE)
     return disabled
+
+
+def as_one_graph() -> AbstractContextManager[Any]:
+    """Within this context, the compiler raises an error where it cannot trace a function as a whole, and compiles
+    nothing of it."""
+    return torch._dynamo.error_on_graph_break(True)
 
 
 def graph_breaks() -> dict[str, int]:

@@ -103,12 +103,6 @@ class Constraints(BaseModel):
         """Fields and values that plans must not have."""
         return tuple((name, value) for name, value, excluded in map(_avoided, self.avoid) if excluded)
 
-    @property
-    def limits_compute(self) -> bool:
-        """Whether a plan with other `compute` fields might not keep the constraints."""
-        names = [*self.fixed, *(name for name, _ in self.excluded)]
-        return self.max_memory is not None or any(name.startswith("compute.") for name in names)
-
     def __bool__(self) -> bool:
         return bool(self.fix or self.avoid or self.max_memory is not None)
 

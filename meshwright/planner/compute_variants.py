@@ -16,6 +16,9 @@ other:
 In each group, the choice that fits and that preference.py prefers wins: the fastest, or a simpler one of which the
 predictions cannot tell whether it is slower.
 A plan that does not fit is simulated with a loss in chunks, too (`plan_that_fits`).
+
+Where the devices are at hand, a few variants of the best plan are timed before one is taken (train/tuning/):
+`variants_to_time` lists them.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -89,6 +92,70 @@ def best_variant(
         given_up_s += _step_s(best) - _step_s(fastest_option)
         fastest = min(fastest, fastest_option, key=_step_s)
     return best, fastest
+
+
+# Besides eager steps and the compiled model, so many other variants that compile or use CUDA graphs are timed, if their
+# predicted step is at most so many times as long as the shortest. Chosen values.
+_MOST_OTHERS, _OTHERS_WITHIN = 2, 1.25
+_EAGER = {"compile": "none", "compile_mode": "default", "cuda_graphs": False}
+
+
+def variants_to_time(
+    plan: Plan, inputs: PlanningInputs, predict: Predict, traits: ModelTraits
+) -> list[tuple[Plan, float | None]]:
+    """Returns variants of the `compute` fields of a plan that the search has found, with their predicted seconds per
+    step; None where no prediction is possible. Those that are ready sooner come first: the eager step; the eager step
+    with other kernels for images and with a fused optimizer; the compiled model (or its blocks, where only these can be
+    compiled); and the fastest others by prediction, the plan itself among them. Every plan is accepted by
+    `inputs.check_plan`, and is predicted to fit if it has a prediction. Empty if plans may change nothing but the order
+    of sums."""
+    if inputs.allow == "same":
+        return []
+    eager = _with_compute(plan, _EAGER)
+    kernels: list[dict[str, Any]] = []
+    if traits.images and plan.numerics.precision == "fp32":
+        usual = {"layout": "contiguous", "convolutions": "default"}
+        kernels = [{**usual, **choice} for choice in ({}, *fp32_image_kernels(inputs))]
+    fused = {} if plan.compute.fused_optimizer else {"fused_optimizer": True}
+    uncompiled = [eager, *(_with_compute(eager, choice) for choice in (*kernels, fused))]
+    base = _with_compute(eager, {"convolutions": "default"})
+    parts = _compiled_parts(plan, traits.blocks)
+    whole = [_with_compute(base, {"compile": part}) for part in parts[-1:]]
+    others = [plan]
+    for choice in _compilations(base, inputs, traits.blocks):
+        # Without compiled code, a graph holds the kernels of the eager step.
+        start = base if "compile" in choice["compute"] else eager
+        others.append(_with_compute(start, choice["compute"]))
+    on_gpu = inputs.cluster.kind == "cuda"
+    timed = [*_accepted(uncompiled, inputs, predict), *_accepted(whole, inputs, predict if on_gpu else None)]
+    known = [variant for variant, _ in timed]
+    predicted = [item for item in _accepted(others, inputs, predict) if item[0] not in known]
+    shortest_s = min((seconds for _, seconds in (*predicted, *timed) if seconds is not None), default=0.0)
+    fast = [item for item in predicted if item[0] == plan or (item[1] or 0.0) <= _OTHERS_WITHIN * shortest_s]
+    fast.sort(key=lambda item: (item[0] != plan, item[1]))  # what the search has found is always among them
+    timed += sorted(fast[:_MOST_OTHERS], key=lambda item: item[1] or 0.0)
+    return sorted(timed, key=lambda item: (item[0].compute.compile != "none", item[0].compute.cuda_graphs))
+
+
+def _accepted(
+    plans: Iterable[Plan], inputs: PlanningInputs, predict: Predict | None
+) -> Iterator[tuple[Plan, float | None]]:
+    """Yields the plans that can run and that fit, each once, with their predicted seconds. Without `predict`, all that
+    can run are yielded, or none where memory is limited by a constraint."""
+    known: list[Plan] = []
+    for plan in plans:
+        if plan in known or not _is_accepted(plan, inputs):
+            continue
+        known.append(plan)
+        if predict is None:
+            if inputs.constraints.max_memory is None:
+                yield plan, None
+        elif inputs.fits(prediction := predict(plan)):
+            yield plan, prediction.step_s
+
+
+def _with_compute(plan: Plan, fields: dict[str, Any]) -> Plan:
+    return plan.model_copy(update={"compute": plan.compute.model_copy(update=fields)})
 
 
 def _step_s(option: PredictedPlan) -> float:

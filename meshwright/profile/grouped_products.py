@@ -1,27 +1,32 @@
 """Grouped products, of rows with one matrix per expert (`F.grouped_mm`), where torch leaves something out.
 
 autocast          torch does not cast their operands, so that a mixture under bf16 would compute its experts in
-                  fp32: they are cast as those of other products are                     cast_grouped_products()
+                  fp32: they are cast as those of other products are                CASTS_OF_GROUPED_PRODUCTS
 fake tensors      torch knows the shapes of bf16 only; other dtypes are traced as an operator
                   of our own with the same operands and cost                              traced_grouped_product()
 """
 
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshwright.blocks.process_setting import ProcessSetting
+
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 
 
-@cache  # a registration holds for the process
-def cast_grouped_products() -> "torch.library.Library":
-    """Makes autocast cast the operands of grouped products, wherever it is on."""
+def _register() -> Callable[[], None]:
+    """Registers the casts with torch. Returns the function that removes them."""
     library = torch.library.Library("aten", "IMPL")
     for kind, key in _KEYS.items():
         library.impl("_grouped_mm", _casting(kind, key), key)
-    return library
+    return library._destroy
+
+
+# Makes autocast cast the operands of grouped products, wherever it is on.
+CASTS_OF_GROUPED_PRODUCTS = ProcessSetting(_register)
 
 
 def _casting(kind: str, key: str) -> Any:

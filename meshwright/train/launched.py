@@ -5,7 +5,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -35,6 +35,10 @@ ChoosePlan = Callable[[Cluster, str], tuple[Plan, str | None]]
 """Chooses the plan for a cluster and a run to resume (`lock_run_folder`). Also returns a line that says why. If
 `CheckPlan` has refused its plan, it is called again, and chooses another one."""
 
+TunePlan = Callable[[Plan, World], Plan]
+"""Returns a plan that `ChoosePlan` has chosen with the `compute` fields that are measured to be the fastest. All ranks
+call it together."""
+
 CheckPlan = Callable[[Job, Plan, World], None]
 """Checks the plan of a job in the ranks of the world, and raises `UnequalPlan` on all of them to refuse it."""
 
@@ -61,15 +65,18 @@ def train_as_launched_rank(
     recorded_steps: int = 0,
     suggest: SuggestPlan | None = None,
     check: CheckPlan | None = None,
+    tune: TunePlan | None = None,
 ) -> dict[str, Any] | None:
     """Trains as this rank of a launched run. `plan` is a function if rank 0 is to choose the plan; if the cluster does
     not describe the ranks, every rank is a replica then. `resume` and `recorded_steps` are those of `run.train`.
-    `suggest` adds to an error about full memory which plan needs less. `check` is called before the training begins.
-    Returns the result on rank 0, and None on other ranks or if the run was stopped before its end."""
+    `suggest` adds to an error about full memory which plan needs less. `check` is called before the training begins,
+    then `tune`. Returns the result on rank 0, and None on other ranks or if the run was stopped before its end."""
     results: list[dict[str, Any] | None] = []
 
     def main(world: World, heartbeat: Heartbeat) -> None:
-        results.append(train_in_world(job, plan, cluster, resume, world, heartbeat, recorded_steps, check=check))
+        results.append(
+            train_in_world(job, plan, cluster, resume, world, heartbeat, recorded_steps, check=check, tune=tune)
+        )
 
     def end(error: BaseException, env: Environment, heartbeat: Heartbeat) -> NoReturn:
         # The other ranks wait for this one in the meantime.
@@ -93,6 +100,7 @@ def train_in_world(
     recorded_steps: int,
     threads: int | None = None,
     check: CheckPlan | None = None,
+    tune: TunePlan | None = None,
 ) -> dict[str, Any] | None:
     """Trains as this rank of the world, as `train_as_launched_rank` does. `threads` is how many threads torch uses if
     the plan does not say; by default the rank's share of the machine's cores."""
@@ -106,12 +114,22 @@ def train_in_world(
     while check is not None and not world.attempt and not _is_accepted(job, plan, run, world, check):
         run = _agree_on_run(job, plan, cluster, resume, world)
     torch.set_num_threads(run.plan.compute.threads or threads or max(1, cluster.cores // world.local_size))
+    if tune is not None and not isinstance(plan, Plan) and not world.attempt:
+        run = _tuned(job, run, cluster, world, tune)
     redirect(run.folder.logs, world.rank, world.attempt)
     heartbeat.move_to(run.folder.logs, world.rank)
     finished = train_rank(job, run.plan, run.folder, world, heartbeat, recorded_steps)
     if run.locked_run:
         run.locked_run.lock.close()
     return read_result(run.folder) if finished and world.rank == 0 else None
+
+
+def _tuned(job: Job, run: _Run, cluster: Cluster, world: World, tune: TunePlan) -> _Run:
+    """Returns the run with its tuned plan, which is stored with the run."""
+    plan = tune(run.plan, world)
+    if world.rank == 0 and plan != run.plan:
+        write_job_and_plan(run.folder, job, plan, cluster)
+    return replace(run, plan=plan)
 
 
 def _is_accepted(job: Job, plan: Plan | ChoosePlan, run: _Run, world: World, check: CheckPlan) -> bool:

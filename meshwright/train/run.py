@@ -3,7 +3,7 @@ returns the result."""
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ from meshwright.train.output.folder import (
     write_job_and_plan,
     write_page_values,
 )
-from meshwright.train.tuning.compute import tune
+from meshwright.train.tuning.job import tune_job
 from meshwright.train.tuning.precision import choose_precision
+from meshwright.train.tuning.variants import Variant
 
 # cuBLAS is deterministic only with a fixed workspace, which must be set before a process initializes CUDA.
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -42,7 +43,7 @@ def train(
     recorded_steps: int = 0,
     note: str | None = None,
     parts: JobParts | None = None,
-    tunes: bool = False,
+    variants: Callable[[], Sequence[Variant]] = tuple,
     page_values: Callable[[Plan], Mapping[str, Any]] | None = None,
     check: Callable[[Plan], None] | None = None,
 ) -> dict[str, Any]:
@@ -50,8 +51,8 @@ def train(
 
     `resume` is that of `lock_run_folder`. `predicted_step_s` is only copied into the result. `recorded_steps` is the
     number of steps, from the first one on, to record for `prove --against`. `note` is printed when the job has been
-    checked. `parts` caches what planning has built of the job; its memory is released before the ranks start. With
-    `tunes`, a long run begins with measuring which `compute` fields of the plan make its steps faster. `page_values` is
+    checked. `parts` caches what planning has built of the job; its memory is released before the ranks start. A run
+    begins with timing steps of the `variants` of the plan, and takes the fastest (tuning/job.py). `page_values` is
     called with the plan that is run, and returns what page.json of the run holds. `check` is called with the plan when
     the job has been checked, before anything is written, and raises an error to refuse it.
     """
@@ -83,9 +84,7 @@ def train(
             say(note)
         if locked_run.note:
             say(locked_run.note)
-        if tunes and job.allow != "same" and (tuning := tune(plan, parts, cluster, predicted_step_s, say)):
-            plan = tuning.plan
-            say(tuning.reason)
+        plan = tune_job(plan, variants, parts, cluster, predicted_step_s, say)
         values = page_values(plan) if page_values else None
         parts.release()
         write_job_and_plan(folder, job, plan, cluster)

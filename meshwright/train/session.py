@@ -123,7 +123,7 @@ class Session(OwnLoop):
         self.skipped_steps = 0
         # Captures forward and backward passes of a single rank. With several ranks, compiled code captures itself.
         captures = plan.compute.cuda_graphs and plan.processes == 1 and world.device.type == "cuda"
-        self._graphs = StepGraphs(self._run_forward_backward, list(self.module.parameters())) if captures else None
+        self._graphs = StepGraphs(self._run_forward_backward, self.module, world.device) if captures else None
         self._forward_backward = ForwardBackward(self._parallel, self._loss, self.loss_scale, report)
         self._evaluator = Evaluator(self._parallel, self._loss, self._gather_samples, self._example, world.size)
         self.parts: int | None = None
@@ -281,8 +281,11 @@ class Session(OwnLoop):
             loss = self._loss_finder.over_ranks(self._gather_samples)
             self._loss = self._forward_backward.loss = self._evaluator.loss = loss
 
-    def _run_forward_backward(self, examples: list[tuple[ModelBatch, int]], global_samples: int | None) -> Tensor:
-        return self._forward_backward(examples, global_samples, divide=self.remote_optimizer is None)
+    def _run_forward_backward(
+        self, examples: list[tuple[ModelBatch, int]], global_samples: int | None, falls_back: bool = True
+    ) -> Tensor:
+        divide = self.remote_optimizer is None
+        return self._forward_backward(examples, global_samples, divide=divide, falls_back=falls_back)
 
     # ---- evaluation
 

@@ -51,7 +51,10 @@ def test_a_job_gets_a_plan_that_runs_and_does_not_change_the_numerics(batch: int
     assert best.step_s is not None
     assert (best.line or "").startswith("plan: replicate 2 · fp32, ")
     assert (best.line or "").endswith(" a step predicted")
+    compiled = [variant.plan.compute.compile for variant in best.variants()]
+    assert compiled == ["none", "none", "model"], "steps of these are timed before the run"
     named = plan_of_job(JobParts(job), measured, TWO_REPLICAS)
+    assert named.variants() == []
     assert (named.plan, named.step_s, named.line) == (TWO_REPLICAS, pytest.approx(best.step_s), None)
     assert plan_of_job(JobParts(job), measured, Plan()).step_s is not None
     assert plan_of_job(JobParts(job), unmeasured, TWO_REPLICAS) == JobPlan(TWO_REPLICAS)
@@ -85,6 +88,7 @@ def test_a_resumed_run_keeps_its_plan_and_searches_no_other(tmp_path: Path, monk
     for resume in ("auto", str(tmp_path / "job-0001")):
         resumed = plan_of_job(JobParts(job), cpu_cluster(2), "auto", resume)
         assert resumed.plan == SHARDS
+        assert resumed.variants() == [], "a tuned plan is kept"
         assert resumed.step_s is not None
         assert resumed.line == f"plan: {SHARDS.summary()}, with which {tmp_path}/job-0001 was trained before"
     assert plan_of_job(JobParts(job), cpu_cluster(2), TWO_REPLICAS, "auto").plan == TWO_REPLICAS

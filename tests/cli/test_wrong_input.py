@@ -23,6 +23,7 @@ WRONG_SETTINGS: list[tuple[str, list[str], str]] = [
     ("unknown section", ["optimizr={}"], "optimizr is not a field: did you mean 'optimizer'?"),
     ("unknown field", ["train.epoch=3"], "train.epoch is not a field: did you mean 'epochs'?"),
     ("wrong type", ["train.epochs=three"], "train.epochs is 'three': input should be a valid integer"),
+    ("tuning time", ["tune=soon"], "tune is 'soon': write true, false, or a number of seconds up to 1,000,000"),
     ("no such module", ["model.call=nowhere.models:Net"], "there is no module 'nowhere'"),
     ("no such name", ["model.call=tests.train.toy:Nett"], "tests.train.toy has no 'Nett': did you mean 'Net'?"),
     ("no such file", ["model.call=my_model.py:build"], "my_model.py"),
@@ -270,3 +271,9 @@ def test_a_file_without_end_and_a_folder_are_refused(
     monkeypatch.setattr("meshwright.files.yaml_file._LONGEST_TEXT", 1000)
     assert file in refusal_of("train", file)
     assert file in refusal_of("train", "job.yaml", "--plan", file)
+
+
+@pytest.mark.parametrize("seconds", ["-1", "nan", "inf", "soon", ""])
+def test_a_tuning_time_that_is_no_number_of_seconds_is_refused(refusal_of: RefusalOf, seconds: str) -> None:
+    refusal = refusal_of("train", "job.yaml", f"--tune={seconds}")
+    assert f"--tune {seconds}: write a number of seconds, 0 to measure nothing" in refusal

@@ -17,7 +17,7 @@ from meshwright.parallel.compiled import compile_model
 from meshwright.plan import Plan
 from meshwright.plan_fields.effects import Numerics
 from meshwright.plan_fields.groups import MIB
-from meshwright.planner.compute_variants import ModelTraits, best_variant, plan_that_fits
+from meshwright.planner.compute_variants import ModelTraits, best_variant, plan_that_fits, variants_to_time
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
 from meshwright.simulator.predict import Prediction, predict_plan
@@ -280,3 +280,81 @@ def test_the_search_finds_plans_that_only_fit_with_a_loss_in_chunks() -> None:
     assert result.ranked[0].plan.compute.loss_chunks > 1
     with pytest.raises(InputError, match="fits no plan"):
         search_plans("1xH100", long_texts(), 1, allow="same")
+
+
+# ---- variants that are timed
+
+
+def timed(
+    groups: dict[str, Any], inputs: PlanningInputs = H100, *, images: bool = False, **options: Any
+) -> list[tuple[dict[str, Any], float | None]]:
+    """Returns the `compute` fields of the variants that differ from their defaults, and the predicted seconds."""
+    plan = Plan.model_validate(groups)
+    variants = variants_to_time(plan, inputs, lambda plan: predict(plan, **options), ModelTraits(images, True, 0.0))
+    for variant, _ in variants:
+        check_runnable(variant)
+        assert variant.model_copy(update={"compute": plan.compute}) == plan
+    return [(plan.compute.model_dump(exclude_defaults=True), step_s) for plan, step_s in variants]
+
+
+def test_eager_steps_and_the_compiled_model_are_always_timed_the_eager_ones_first() -> None:
+    chosen = {"compute": BLOCKS}
+    assert [compute for compute, _ in timed(chosen)] == [
+        FUSED,
+        {**FUSED, "compile": "model"},
+        MODEL,
+        BLOCKS,
+    ]
+    (_, eager_s), (_, compiled_s), (_, whole_s), _ = timed(chosen)
+    assert (eager_s, compiled_s, whole_s) == (0.95, 0.75, pytest.approx(0.45))
+    assert [compute for compute, _ in timed({})][:2] == [{}, FUSED], "a fused optimizer is also tried"
+
+
+def test_what_is_predicted_to_be_much_slower_is_not_timed() -> None:
+    gains = {**GAINS, "compile model": 0.3}
+    computes = [compute for compute, _ in timed({"compute": MODEL}, gains=gains)]
+    assert computes == [FUSED, {**FUSED, "compile": "model"}, MODEL]
+
+
+def test_the_plan_that_the_search_has_found_is_always_timed() -> None:
+    slow = {**FUSED, "compile": "blocks"}
+    assert slow in [compute for compute, _ in timed({"compute": slow})]
+
+
+def test_several_layouts_of_images_are_timed_in_eager_steps() -> None:
+    computes = [compute for compute, _ in timed({"compute": {"layout": "channels_last"}}, images=True)]
+    assert computes[:3] == [{"layout": "channels_last"}, {}, {"layout": "channels_last", **FUSED}]
+    bf16 = {"numerics": {"precision": "bf16"}, "compute": {"layout": "channels_last"}}
+    computes = [compute for compute, _ in timed(bf16, replace(H100, allow="changes"), images=True)]
+    assert all(compute["layout"] == "channels_last" for compute in computes)
+
+
+def test_compiling_for_cpus_is_timed_without_a_prediction() -> None:
+    inputs = replace(H100, cluster=cpu_cluster(2), can_fuse_optimizer=False)
+    computes = timed({"compute": {"convolutions": "nnpack"}}, inputs, images=True)
+    assert computes == [
+        ({"convolutions": "nnpack"}, 1.0),
+        ({}, 1.0),
+        ({"layout": "channels_last"}, 0.98),
+        ({"convolutions": "nnpack", **FUSED}, 0.95),
+        ({"compile": "model"}, None),
+    ]
+
+
+def test_variants_keep_what_plans_may_change_and_fit() -> None:
+    assert timed({}, replace(H100, allow="same")) == []
+    computes = [compute for compute, _ in timed({"compute": MODEL}, too_large="compile none")]
+    assert computes == [{**FUSED, "compile": "model"}, MODEL, BLOCKS]
+
+    def refuse(plan: Plan) -> None:
+        if plan.compute.compile != "none":
+            raise InputError("compiling is avoided")
+
+    computes = [compute for compute, _ in timed({}, replace(H100, check_plan=refuse))]
+    assert computes == [{}, FUSED, {"cuda_graphs": True}]
+
+
+def test_models_that_cannot_be_compiled_as_a_whole_have_their_blocks_compiled() -> None:
+    computes = [compute.get("compile") for compute, _ in timed({"axes": {"shard": 8}})]
+    assert "model" not in computes
+    assert "blocks" in computes

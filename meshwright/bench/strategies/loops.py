@@ -18,7 +18,7 @@ from meshwright.data.batch import SampleShare
 from meshwright.data.loading import train_batches
 from meshwright.job import Job
 from meshwright.launch.world import World
-from meshwright.parallel.precision import forward_precision, fp32_product_precision
+from meshwright.parallel.precision import forward_precision, fp32_product_precision, register_casts
 from meshwright.plan import Plan
 from meshwright.train.build import build_data, build_initialized_model, build_loading
 from meshwright.train.job_session import build_session
@@ -41,6 +41,7 @@ def plain_steps(job: Job, plan: Plan, device: torch.device, parts: int, count: i
     """Returns the step of a plain loop in the plan's precision. With several `parts`, DataParallel runs the model."""
     loss_function = bind(job.loss, "loss") if job.loss else loss_from_model().function
     model = build_initialized_model(job).to(device)
+    register_casts(plan, model)
     optimizer = build_optimizer(job.optimizer, model)
     runner = data_parallel(model, parts, device.type) if parts > 1 else model
     scaler = torch.amp.GradScaler(device.type, enabled=plan.numerics.precision == "fp16")

@@ -42,7 +42,12 @@ def choose_plan(
                 check_plan(plan)
                 refuse(plan)
 
-            settings: dict[str, Any] = {"global_batch": global_batch, "optimizer": optimizer, "device": device_type}
+            settings: dict[str, Any] = {
+                "global_batch": global_batch,
+                "optimizer": optimizer,
+                "device": device_type,
+                "tune": 0,
+            }
             return without_accumulation(best_plan(model, batch, **settings, check=ignoring_accumulation(check)))
 
         def check_here(plan: Plan) -> None:

@@ -61,7 +61,8 @@ def choose_plan(module: Any, loader: Any, device: str, *, checks: bool = True) -
                     check_loop_plan(plan)
                     refuse(plan)
 
-                settings: dict[str, Any] = {"global_batch": global_batch, "device": device}
+                # Steps of session.step would be timed, and Lightning makes its own.
+                settings: dict[str, Any] = {"global_batch": global_batch, "device": device, "tune": 0}
                 return without_accumulation(best_plan(step, batch, **settings, check=ignoring_accumulation(check)))
 
             def check_here(plan: Plan) -> None:

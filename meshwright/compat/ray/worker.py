@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import ray
 import torch.distributed as dist
 
-from meshwright.auto.choose import plan_chooser
+from meshwright.auto.launched import PlanChooser
 from meshwright.cluster.detect import find_cluster
 from meshwright.compat.ray.notes import RunNotes
 from meshwright.compat.ray.request import WorkerRequest
@@ -42,7 +42,8 @@ def train_worker(fields: dict[str, Any]) -> dict[str, Any] | None:
 def _train(request: WorkerRequest, notes: RunNotes) -> dict[str, Any] | None:
     job = Job.model_validate(request.job)
     check = CheckInWorld()
-    plan = Plan.model_validate(request.plan) if request.plan else plan_chooser(job, check.refused)
+    chooser = PlanChooser(job, check.refused)
+    plan, tune = (Plan.model_validate(request.plan), None) if request.plan else (chooser, chooser.tune)
     results: list[dict[str, Any] | None] = []
 
     def main(world: World, heartbeat: Heartbeat) -> None:
@@ -61,6 +62,7 @@ def _train(request: WorkerRequest, notes: RunNotes) -> dict[str, Any] | None:
                 request.record,
                 threads=threads,
                 check=None if request.unproved else check,
+                tune=tune,
             )
         )
 

@@ -148,6 +148,7 @@ class MeshwrightTrainer(Trainer):
             optimizer=self.create_optimizer(),
             device=args.device.type,
             check=ignoring_accumulation(check),
+            tune=0,  # session.step is timed, and Trainer makes its own steps
         )
         plan = with_arguments_precision(without_accumulation(plan), args, plan_decides=False)
         return checked_plan(plan, args)

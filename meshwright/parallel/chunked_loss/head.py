@@ -2,6 +2,7 @@
 entropy is computed chunk by chunk."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from meshwright.blocks.module_names import is_inside
 from meshwright.blocks.recompute import find_blocks
 from meshwright.errors import InputError
 from meshwright.parallel.chunked_loss.scores import lazy_scores, run_uncompiled
+from meshwright.parallel.chunked_loss.traced_scores import opaque_loss, traced_scores
 from meshwright.parallel.torch_private import uncompiled
 from meshwright.plan import Plan
 
@@ -56,17 +58,22 @@ def head_to_join(plan: Plan, model: nn.Module, head: Callable[[], str | None]) -
     return name
 
 
-def join_head_with_loss(head: nn.Linear, chunks: int, compiled: bool) -> None:
-    """Makes the head return lazy scores in training, in place. Evaluations get ordinary scores. `compiled` says whether
-    the model is compiled as a whole: head and loss run uncompiled then."""
-    compute_scores = head.forward
+def join_head_with_loss(head: nn.Linear, plan: Plan) -> None:
+    """Makes the head return lazy scores in training, in place. Evaluations get ordinary scores. On one rank, a model
+    that is compiled as a whole has head and loss in its graph; on several they run uncompiled, because DDP looks for
+    the scores in the model's output."""
+    compute_scores, chunks = head.forward, plan.compute.loss_chunks
+    is_compiled = plan.compute.compile != "none"
+    loss_in_chunks = opaque_loss() if is_compiled and plan.world_size == 1 else None
 
-    def forward(hidden: Tensor) -> Tensor:
+    def forward(hidden: Tensor) -> Any:
         if not (torch.is_grad_enabled() and head.training):
             return compute_scores(hidden)
+        if loss_in_chunks is not None and torch.compiler.is_compiling():
+            return traced_scores(hidden, head.weight, head.bias, chunks, loss_in_chunks)
         return lazy_scores(hidden, head.weight, head.bias, chunks)
 
-    if compiled:
+    if is_compiled and loss_in_chunks is None:
         run_uncompiled()
         forward = uncompiled(forward)
     head.forward = forward  # type: ignore[method-assign, assignment]

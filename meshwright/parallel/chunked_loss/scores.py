@@ -19,20 +19,23 @@ from torch import Tensor
 from meshwright.parallel.chunked_loss.cross_entropy import TokenTargets, chunked_cross_entropy
 from meshwright.parallel.torch_private import DisableTorchFunctionSubclass, make_wrapper_subclass, tree_map, uncompiled
 
-_CROSS_ENTROPY = inspect.signature(F.cross_entropy)
+# Of `F.cross_entropy`, with their defaults.
+_OPTIONS = {name: option.default for name, option in inspect.signature(F.cross_entropy).parameters.items()}
 _WIDE = (torch.float32, torch.float64)
 
 
 @dataclass
 class LinearHead:
     """The head whose scores are lazy. `dtype` is that of its products, `chunks` the number of chunks of a loss. `hooks`
-    are called when the gradient of the scores arrives. `are_computed` says whether something needed all scores."""
+    are called when the gradient of the scores arrives. `loss_in_chunks` computes the loss, given the fields of the
+    targets, where it is not `chunked_cross_entropy`. `are_computed` says whether something needed all scores."""
 
     weight: Tensor
     bias: Tensor | None
     dtype: torch.dtype
     chunks: int
     hooks: list[Callable[[Tensor], Any]]
+    loss_in_chunks: Callable[..., Tensor] | None = None
     are_computed: bool = False
 
 
@@ -78,6 +81,10 @@ class LazyScores(Tensor):
         args, kwargs = tree_map(_computed, (args, kwargs or {}))
         return func(*args, **kwargs)
 
+    def with_hidden(self, hidden: Tensor, class_dim: int, dtype: torch.dtype, compute: Callable[[], Tensor]) -> Tensor:
+        """Returns lazy scores of the same head and of other hidden states. `compute` computes all of them."""
+        return _connected(hidden, class_dim, dtype, self.head, compute)
+
     def compute(self) -> Tensor:
         """Returns the scores as an ordinary tensor, always the same one."""
         if self._scores is None:
@@ -116,12 +123,12 @@ def run_uncompiled() -> None:
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = args[0] if args else kwargs.get("input")
     wrapped = getattr(func, "__wrapped__", None)
-    func = wrapped if wrapped in _RULES else func  # cross entropies whose targets are counted (train/loss)
+    func = wrapped if wrapped in RULES else func  # cross entropies whose targets are counted (train/loss)
     if isinstance(first, LazyScores):
         if _describes(func):
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        rule = _RULES.get(func)
+        rule = RULES.get(func)
         result = NotImplemented if rule is None or first.head.are_computed else rule(func, args, kwargs)
         if result is not NotImplemented:
             return result
@@ -196,7 +203,7 @@ def _connected(
 
 def _derived(scores: LazyScores, func: Any, args: Any, kwargs: Any, hidden: Tensor, class_dim: int) -> Any:
     """Lazy scores that `func` makes of others, whose values do not change."""
-    return _connected(hidden, class_dim, scores.dtype, scores.head, lambda: func(scores.compute(), *args[1:], **kwargs))
+    return scores.with_hidden(hidden, class_dim, scores.dtype, lambda: func(scores.compute(), *args[1:], **kwargs))
 
 
 def _cast(func: Any, args: Any, kwargs: Any) -> Any:
@@ -210,7 +217,7 @@ def _cast(func: Any, args: Any, kwargs: Any) -> Any:
     rounds_again = scores.dtype != scores.head.dtype and torch.promote_types(dtype, scores.dtype) != dtype
     if dtype not in _WIDE or rounds_again:
         return NotImplemented
-    return _connected(scores.hidden, scores.class_dim, dtype, scores.head, lambda: scores.compute().to(dtype))
+    return scores.with_hidden(scores.hidden, scores.class_dim, dtype, lambda: scores.compute().to(dtype))
 
 
 def _copy(func: Any, args: Any, kwargs: Any) -> Any:
@@ -269,9 +276,7 @@ def _index(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
-    bound = _CROSS_ENTROPY.bind(*args, **kwargs)
-    bound.apply_defaults()
-    options = bound.arguments
+    options = {**_OPTIONS, **dict(zip(_OPTIONS, args, strict=False)), **kwargs}
     scores, target, class_weight, reduction = (options[name] for name in ("input", "target", "weight", "reduction"))
     expected = tuple(size for dim, size in enumerate(scores.shape) if dim != scores.class_dim)
     is_chunkable = (
@@ -290,7 +295,7 @@ def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
     classes = target.reshape(-1)
     is_valid = classes != options["ignore_index"]
     head = scores.head
-    targets = TokenTargets(
+    targets = (
         torch.where(is_valid, classes, 0),
         is_valid,
         class_weight,
@@ -300,7 +305,10 @@ def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
         head.chunks,
     )
     rows = hidden.reshape(-1, hidden.shape[-1])
-    loss = chunked_cross_entropy(rows, head.weight, head.bias, targets, reduction)
+    if head.loss_in_chunks is None:
+        loss = chunked_cross_entropy(rows, head.weight, head.bias, TokenTargets(*targets), reduction)
+    else:
+        loss = head.loss_in_chunks(rows, head.weight, head.bias, targets, reduction)
     in_autocast = torch.is_autocast_enabled(scores.device.type)  # where F.cross_entropy returns fp32
     loss = loss if in_autocast else loss.to(scores.dtype)
     return loss.reshape(expected) if reduction == "none" else loss
@@ -315,8 +323,8 @@ def _register_hook(func: Any, args: Any, kwargs: Any) -> Any:
     return scores.hidden.register_hook(hook)
 
 
-_Rule = Callable[[Any, Any, Any], Any]
-_RULES: dict[Any, _Rule] = {
+Rule = Callable[[Any, Any, Any], Any]
+RULES: dict[Any, Rule] = {
     **dict.fromkeys((Tensor.float, Tensor.double, Tensor.to), _cast),
     **dict.fromkeys((Tensor.contiguous, Tensor.clone, torch.clone), _copy),
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten), _reshape),

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.collectives.native import NativeReducer
-from meshwright.collectives.reducer import Reducer
+from meshwright.collectives.reducer import Reducer, real_numbers
 from meshwright.collectives.wait_clock import WAIT_CLOCK
 from meshwright.parallel.replicate.bucket_names import describe_bucket
 
@@ -103,8 +103,11 @@ class _Bucket:
             self._gradients.append(_view_like(self._flat[begin : begin + size], parameter))
             begin += size
         self._is_used = self._flat[begin:]
-        # The bucket itself, or a buffer for its numbers in another type.
-        self.send_buffer = self._flat if reduce_dtype is None else torch.empty_like(self._flat, dtype=reduce_dtype)
+        self._numbers = real_numbers(self._flat)
+        # The numbers of the bucket themselves, or a buffer for them in another type.
+        self.send_buffer = self._numbers
+        if reduce_dtype is not None:
+            self.send_buffer = torch.empty_like(self._numbers, dtype=reduce_dtype)
 
     def take(self, index: int) -> None:
         """Moves a parameter's gradient into the bucket, where later microbatches add to it."""
@@ -130,15 +133,15 @@ class _Bucket:
         for index in unused:
             self._gradients[index].zero_()
             self._is_used[index] = 0
-        if self.send_buffer is not self._flat:
-            self.send_buffer.copy_(self._flat)
+        if self.send_buffer is not self._numbers:
+            self.send_buffer.copy_(self._numbers)
 
     def finish(self) -> None:
         """Gives the parameters their mean gradients, or None where no rank used the parameter."""
         assert self.is_packed
         self.is_packed = False
-        if self.send_buffer is not self._flat:
-            self._flat.copy_(self.send_buffer)
+        if self.send_buffer is not self._numbers:
+            self._numbers.copy_(self.send_buffer)
         # Reading the counts waits for the device. A rank that used all parameters knows that none of them is 0.
         users = self._is_used.tolist() if self.missing else None
         for index, parameter in enumerate(self.parameters):

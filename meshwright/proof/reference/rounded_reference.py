@@ -19,6 +19,7 @@ from meshwright.parallel.precision import (
     fp32_product_precision,
     gathered_weight_dtype,
     gradient_reduce_dtype,
+    register_casts,
 )
 from meshwright.proof.reference.groups import GlobalBatch, Grouping, SampleGroup
 from meshwright.proof.reference.reference import Reference
@@ -43,6 +44,7 @@ class RoundedReference(Reference):
             use_nnpack(self.model)
         if self._plan.numerics.precision == "fp8":
             convert_linears_to_float8(self.model, device)
+        register_casts(self._plan, self)
         self._rounds_all_reduce = gradient_reduce_dtype(self._plan) is not None
         self._accumulated: dict[str, Tensor] = {}  # the gradients after the last group
         self.part_sizes: dict[str, float] = {}

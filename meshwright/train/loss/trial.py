@@ -351,7 +351,7 @@ def _counted_mean(function: LossFunction, output: Any, target: Any) -> CountedMe
     counts: list[Count] = []
     with CountTargets(counts):
         value = function(output, target)
-    if not counts or any(count is not counts[0] and count != counts[0] for count in counts):
+    if not counts or any(count is not counts[0] and count != counts[0] for count in counts[1:]):
         raise _NoCount
     return CountedMean(value, counts[0])
 

@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.blocks.failed_module import where_it_failed
 from meshwright.parallel.clip import group_by_dtype_and_device
 from meshwright.parallel.compiled import is_compile_error
 from meshwright.parallel.model import Examples, ParallelModel
 from meshwright.parallel.weights.layout import local_tensor
 from meshwright.train.loss.loss import Loss
 from meshwright.train.step.batch import tensors_in
+from meshwright.train.step.graphs.step_state import StepState
 from meshwright.train.step.loss_scale import LossScale
 from meshwright.train.torch_private import foreach_mul_
 
@@ -52,27 +54,37 @@ class ForwardBackward:
         self._returns_count: bool | None = None  # learned in the first step; only for ranks that compute no loss
         self.count: Tensor | float = 0.0
 
-    def __call__(self, examples: Examples, global_samples: int | None, *, divide: bool = True) -> Tensor:
+    def __call__(
+        self, examples: Examples, global_samples: int | None, *, divide: bool = True, falls_back: bool = True
+    ) -> Tensor:
         """Leaves the mean gradient over the global batch in the parameters, and returns the mean loss. Without
         `divide`, it leaves the gradient of the sum over this rank's samples, sets `count`, and returns the sum of the
         loss.
 
         The count is known before the forward pass, or summed over ranks during it. The sum of the loss is reduced over
         ranks during the backward pass. Among ranks that have the same samples, only one contributes to these two sums.
+
+        If the compiler fails, the step runs again from where it began, with less that is compiled; without
+        `falls_back`, the error is raised.
         """
         compilation = self._parallel.compilation
-        try:
-            loss = self._run(examples, global_samples, divide)
-            if compilation.is_on:
-                compilation.check_step(_shapes(examples))
-            return loss
-        except Exception as error:
-            if not compilation.is_on or not is_compile_error(error):
-                raise
-            compilation.turn_off(error)
-        for parameter in self._parallel.module.parameters():
-            parameter.grad = None
-        return self._run(examples, global_samples, divide)
+        shapes = _shapes(examples) if compilation.is_on else ()
+        while True:
+            state = StepState(self._parallel.module, self._device) if compilation.may_compile(shapes) else None
+            try:
+                loss = self._run(examples, global_samples, divide)
+            except Exception as error:
+                if not falls_back or not compilation.is_on or not is_compile_error(error):
+                    raise
+                compilation.fall_back(error, where_it_failed(error, self._parallel.module))
+            else:
+                if compilation.is_on:
+                    compilation.check_step(shapes)
+                return loss
+            if state is not None:
+                state.restore()
+            for parameter in self._parallel.module.parameters():
+                parameter.grad = None
 
     def _run(self, examples: Examples, global_samples: int | None, divide: bool) -> Tensor:
         is_alone = self._plan.world_size == 1 and self._plan.microbatches == 1 and divide

@@ -10,7 +10,8 @@ from meshwright.job import Job
 from meshwright.plan import Plan
 from meshwright.train.check import check_job
 from meshwright.train.job_parts import JobParts
-from meshwright.train.tuning.measure import MeasuredSteps, StepMeasurer
+from meshwright.train.tuning.processes import StepMeasurer
+from meshwright.train.tuning.variants import Timing
 
 _CANDIDATES: tuple[Dtype, ...] = ("tf32", "bf16", "fp16")
 _TIMEOUT_S = 600.0  # for each precision, most of which a large model takes to be built
@@ -41,17 +42,17 @@ def choose_precision(plan: Plan, job: Job, cluster: Cluster, parts: JobParts | N
         reason = f"precision fp32: {device.name} has no instructions for bf16 or fp16"
         return PrecisionChoice(_with_precision(plan, "fp32"), reason)
     plans = [_with_precision(plan, dtype) for dtype in ("fp32", *candidates)]
-    with StepMeasurer(job, plan, cluster) as measurer:
-        measured = [measurer.measure(candidate, _TIMEOUT_S) for candidate in plans]
-    failed = next((result for result in measured if isinstance(result, str)), None)
+    with StepMeasurer(job, plan, cluster, ranks=1) as measurer:
+        measured = [measurer.measure(candidate, _TIMEOUT_S)[0] for candidate in plans]
+    failed = next((timing for timing in measured if timing.step_s is None), None)
     if failed is not None:
         lowest = candidates[-1]
-        reason = f"precision {lowest}: steps cannot be measured on one device ({failed})"
+        reason = f"precision {lowest}: steps cannot be measured on one device ({_reason(failed)})"
         return PrecisionChoice(_with_precision(plan, lowest), reason)
     step_s = {
-        str(candidate.numerics.precision): result.step_s
-        for candidate, result in zip(plans, measured, strict=True)
-        if isinstance(result, MeasuredSteps)
+        str(candidate.numerics.precision): timing.step_s
+        for candidate, timing in zip(plans, measured, strict=True)
+        if timing.step_s is not None
     }
     best = min(step_s, key=lambda dtype: step_s[dtype])
     others = ", ".join(f"{seconds * 1e3:.3g} ms in {dtype}" for dtype, seconds in step_s.items() if dtype != best)
@@ -65,6 +66,10 @@ def instructions_for(device: Device, dtype: str) -> str:
     `emulated` if it has none."""
     names = [name for name in device.instructions if name.endswith(f"-{dtype}")]
     return ", ".join(names) or f"emulated: {device.name} has no instructions for {dtype}"
+
+
+def _reason(timing: Timing) -> str:
+    return timing.failure or f"they were not measured within {_TIMEOUT_S:.0f} s"
 
 
 def _with_precision(plan: Plan, precision: str) -> Plan:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.parallel.chunked_loss.head import join_head_with_loss
+from meshwright.plan import Plan
 from meshwright.profile.tracing.recorder import record_step
 from meshwright.profile.tracing.step import compute_loss
 from meshwright.profile.tracing.trace import trace_profile
@@ -61,7 +62,7 @@ def test_operators_and_memory_are_those_of_a_recorded_step(model: str, loss: str
     chunked = chunked_profile(whole, CHUNKS)
     assert chunked.flops(SAMPLES) == pytest.approx(whole.flops(SAMPLES))
     executed = MODELS[model]()
-    join_head_with_loss(executed.head, CHUNKS, compiled=False)
+    join_head_with_loss(executed.head, Plan.model_validate({"compute": {"loss_chunks": CHUNKS}}))
     peaks, operators = recorded_peaks(executed, loss, precision)
     assert predicted_peaks(chunked) == pytest.approx(peaks, rel=0.06)
     assert max(peaks) < 0.7 * max(predicted_peaks(whole))

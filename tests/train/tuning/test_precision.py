@@ -7,8 +7,9 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
 from meshwright.plan import Plan
 from meshwright.train.tuning import precision
-from meshwright.train.tuning.measure import MeasuredSteps, StepMeasurer
 from meshwright.train.tuning.precision import choose_precision, instructions_for
+from meshwright.train.tuning.processes import StepMeasurer
+from meshwright.train.tuning.variants import Timing
 from tests.train.one_process import toy_job
 
 AUTO = Plan.model_validate({"axes": {"replicate": 2}, "numerics": {"precision": "auto"}})
@@ -36,18 +37,23 @@ def test_without_instructions_nothing_is_measured(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_the_fastest_precision_is_chosen(monkeypatch: pytest.MonkeyPatch, faster: str, reason: str) -> None:
-    def measure(self: StepMeasurer, plan: Plan, timeout_s: float) -> MeasuredSteps:
-        return MeasuredSteps(1e-3 if plan.numerics.precision == faster else 2e-3, 1.0)
+    def measure(self: StepMeasurer, plan: Plan, limit_s: float) -> list[Timing]:
+        return [Timing(1.0, 1e-3 if plan.numerics.precision == faster else 2e-3)]
 
     monkeypatch.setattr(StepMeasurer, "measure", measure)
-    monkeypatch.setattr(StepMeasurer, "__enter__", lambda self: self)
-    monkeypatch.setattr(StepMeasurer, "__exit__", lambda *_: None)
     choice = choose_precision(AUTO, toy_job(), machine("amx-bf16", "amx-fp16"))
     assert choice.plan == AUTO.model_copy(update={"numerics": AUTO.numerics.model_copy(update={"precision": faster})})
     assert choice.reason == reason
 
 
-@pytest.mark.soak  # test_compute.py measures steps of a job in the same way
+def test_where_steps_cannot_be_measured_the_lowest_precision_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepMeasurer, "measure", lambda *_: [Timing(1.0, failure="out of memory")])
+    choice = choose_precision(AUTO, toy_job(), machine("amx-bf16"))
+    assert choice.plan.numerics.precision == "bf16"
+    assert choice.reason == "precision bf16: steps cannot be measured on one device (out of memory)"
+
+
+@pytest.mark.soak  # test_processes.py measures steps of a job in the same way
 def test_steps_of_the_job_are_measured() -> None:
     before = torch.get_num_threads()
     choice = choose_precision(AUTO, toy_job(), machine("amx-bf16"))

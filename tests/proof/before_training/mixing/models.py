@@ -67,6 +67,7 @@ INDEPENDENT: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda x: F.dropout(x, 0.5, training=True),
     "noise": lambda x: x + torch.randn_like(x),
     "trimmed": pad_to_longest,
+    "choices that are seldom random": lambda x: x + (torch.rand_like(x[:, :1]) > 0.95),
     "linear hook": lambda x: with_hook(x, lambda g: -0.5 * g),
     "hook of each sample": lambda x: with_hook(x, lambda g: g - g.mean(1, keepdim=True)),
 }

@@ -1,0 +1,86 @@
+"""What is set in torch's compiler while models are compiled, so that it traces them as a whole. Private interfaces of
+torch 2.11 to 2.13."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from meshwright.blocks.process_setting import ProcessSetting
+
+_LOSS_OPTIONS = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+
+
+def _set() -> Callable[[], None]:
+    fill_caches()
+    undo_logging, undo_loss = _leave_out_logging(), _trace_cross_entropies()
+
+    def undo() -> None:
+        undo_logging()
+        undo_loss()
+
+    return undo
+
+
+COMPILER_SETTINGS = ProcessSetting(_set)
+
+
+def fill_caches() -> None:
+    """Makes the compiler note torch's functions now, by which it later recognizes them. It would note them when it runs
+    for the first time, and the cross entropies may be replaced then (train/loss/cross_entropy.py)."""
+    torch.overrides.get_overridable_functions()
+    torch._dynamo.trace_rules.get_torch_obj_rule_map()
+
+
+class _LoggerMethods(set[Any]):
+    """A set that has all methods of loggers, besides its members. Iterating yields the members only, because torch
+    2.11 sorts them, and functions have no order."""
+
+    def __contains__(self, function: object) -> bool:
+        name = getattr(function, "__name__", "")
+        is_method = isinstance(getattr(function, "__self__", None), logging.Logger)
+        return is_method or getattr(logging.Logger, name, None) is function or super().__contains__(function)
+
+
+def _leave_out_logging() -> Callable[[], None]:
+    """Makes the compiler leave out calls of loggers, for which it would compile a function in parts. Returns the
+    function that undoes this."""
+    config: Any = torch._dynamo.config
+    before = config.ignore_logging_functions
+    config.ignore_logging_functions = _LoggerMethods(before)
+
+    def undo() -> None:
+        config.ignore_logging_functions = before
+
+    return undo
+
+
+def _trace_cross_entropies() -> Callable[[], None]:
+    """Makes the compiler trace an `nn.CrossEntropyLoss` that a function makes as a call of `F.cross_entropy`, which may
+    be replaced by a function that counts, or be given scores that stand for a tensor. It would put the function into
+    its graph unseen. Returns the function that undoes this."""
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.variables import LambdaVariable
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.user_defined import UserDefinedClassVariable
+
+    kind: Any = UserDefinedClassVariable
+    original = kind._call_cross_entropy_loss
+
+    def make_loss(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        options = {**dict(zip(_LOSS_OPTIONS, args, strict=False)), **kwargs}
+
+        def loss(input: Any, target: Any) -> Any:
+            source = AttrSource(tx.import_source("torch.nn.functional"), "cross_entropy")
+            function = VariableTracker.build(tx, torch.nn.functional.cross_entropy, source)
+            return function.call_function(tx, [input, target], options)
+
+        return LambdaVariable(loss)
+
+    kind._call_cross_entropy_loss = make_loss
+
+    def undo() -> None:
+        kind._call_cross_entropy_loss = original
+
+    return undo

@@ -1,0 +1,109 @@
+"""Times steps of a session on this rank alone.
+
+With several ranks, each times what it computes by itself (`plan_of_rank`): one rank with its share of the batch, and
+without exchanges. A rank whose step fails would otherwise leave the others in a collective, and a process group that
+was interrupted there cannot be used again. Exchanges are the same in all variants, so leaving them out does not change
+which variant is the fastest, except for how much of them is hidden behind computing. Plans that divide the model have
+no such step, and are not timed; nor are sharded ones, which are for models that one rank cannot hold.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from meshwright.batch import listed_samples, take_listed
+from meshwright.errors import InputError
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Memory, NumericsGroup
+from meshwright.train.session import Session
+from meshwright.train.step.batch import map_tensors, samples_in
+from meshwright.train.torch_private import compiles_with_cuda_graphs
+
+_CHECKED_LOSSES = 3
+_WARM_UP_STEPS, _LONG_WARM_UP_STEPS = _CHECKED_LOSSES, 5  # CUDA graphs are captured in the fourth step
+# Rounds of steps: each of up to so many steps in so many seconds, and more than the least number only within `_MOST_S`.
+_LEAST_ROUNDS, _MOST_ROUNDS, _MOST_STEPS, _ROUND_S, _MOST_S = 3, 5, 10, 0.2, 2.0
+_SPREAD_STEPS = 3
+
+
+def plan_of_rank(plan: Plan) -> Plan | None:
+    """Returns the plan of what one rank computes, without exchanges; None if the ranks divide more than the batch."""
+    if plan.processes == 1:
+        return plan
+    axes = plan.axes
+    divides_model = plan.world_size > axes.replicate or axes.expert > 1 or bool(plan.modules.splits)
+    if divides_model or plan.gradients.servers or plan.memory.offload != "none":
+        return None
+    return Plan(
+        memory=Memory(recompute=plan.memory.recompute, accumulation=plan.memory.accumulation),
+        numerics=NumericsGroup(precision=plan.numerics.precision),
+        compute=plan.compute.model_copy(update={"cuda_graphs": False}),
+    )
+
+
+def compiling_as_in(plan: Plan) -> Any:
+    """Returns the context in which the steps of `plan_of_rank` are compiled as the steps of this plan are: with several
+    ranks, compiled code captures CUDA graphs of its own."""
+    return compiles_with_cuda_graphs() if plan.compute.cuda_graphs and plan.processes > 1 else nullcontext()
+
+
+def batch_of_size(batch: Any, samples: int) -> Any:
+    """Returns a batch of so many of the batch's samples, from the first one on; they are repeated if there are too
+    few."""
+    size = samples_in(batch)
+    if size == samples:
+        return batch
+    numbers = [number % size for number in range(samples)]
+    if listed_samples(batch) is not None:
+        return take_listed(batch, numbers)
+    indices = torch.tensor(numbers)
+
+    def take(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[indices.to(tensor.device)] if tensor.dim() > 0 and len(tensor) == size else tensor
+
+    return map_tensors(take, batch)
+
+
+def time_steps(session: Session, batches: Sequence[Any], finds_spread: bool) -> tuple[float, tuple[float, ...], float]:
+    """Trains the session on the batches in turn. Returns the median seconds of a step, the losses of the first steps,
+    and with `finds_spread` by how much the loss differs between steps with the same weights and other random numbers.
+    Raises an `InputError` if nothing is compiled although the plan says so."""
+    compute, losses = session.plan.compute, []
+    is_eager = compute.compile == "none" and not compute.cuda_graphs
+    # The backward pass runs on this thread, so that it can be interrupted while it compiles.
+    with torch.autograd.set_multithreading_enabled(False):
+        for number in range(_WARM_UP_STEPS if is_eager else _LONG_WARM_UP_STEPS):
+            losses.append(float(session.step(batches[number % len(batches)])))
+    if compute.compile != "none" and not session.parallel.compilation.is_on:
+        raise InputError("the compiler refuses all of it")
+    begin = perf_counter()
+    _run(session, batches, 1)
+    steps = max(1, min(_MOST_STEPS, int(_ROUND_S / (perf_counter() - begin))))
+    # A loss that is read waits for the device: not after each step, because training does not do so either.
+    rounds: list[float] = []
+    while len(rounds) < _LEAST_ROUNDS or (len(rounds) < _MOST_ROUNDS and sum(rounds) < _MOST_S):
+        rounds.append(_run(session, batches, steps))
+    spread = _spread(session, batches[0]) if finds_spread else 0.0
+    return median(rounds) / steps, tuple(losses[:_CHECKED_LOSSES]), spread
+
+
+def _run(session: Session, batches: Sequence[Any], steps: int) -> float:
+    """Returns the seconds of so many steps."""
+    begin = perf_counter()
+    for number in range(steps):
+        loss = session.step(batches[number % len(batches)])
+    float(loss)
+    return perf_counter() - begin
+
+
+def _spread(session: Session, batch: Any) -> float:
+    losses = []
+    for _ in range(_SPREAD_STEPS):
+        for group in session.optimizer.param_groups:  # each time, because a schedule sets it after each step
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate := group.get("lr"), torch.Tensor) else 0.0
+        losses.append(float(session.step(batch)))
+    return max(losses) - min(losses)
