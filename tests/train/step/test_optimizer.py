@@ -191,7 +191,5 @@ def test_an_optimizer_with_other_required_arguments_is_refused_with_what_to_do()
 
     model = Net()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    with pytest.raises(
-        InputError, match="OfModel cannot be made again .* 'model'. Keep its other arguments as options"
-    ):
+    with pytest.raises(InputError, match=r"OfModel cannot be made again .* 'model'\. Keep its other arguments"):
         rebuild_optimizer(OfModel(model.parameters(), model), names, dict(model.named_parameters()))
