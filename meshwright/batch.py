@@ -108,6 +108,19 @@ def _is_list(value: Any) -> bool:
     return type(value) in (list, tuple)
 
 
+def find_model_value(output: Any) -> Tensor | None:
+    """Returns the loss in the output of a model that computes it; None if there is none. It is the output itself, its
+    attribute or key `loss`, or the sum of a dict of scalars, which detectors return."""
+    value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    if value is None and isinstance(output, Mapping) and output and all(map(_is_scalar, output.values())):
+        value = torch.stack([loss.reshape(()) for loss in output.values()]).sum()
+    return value if _is_scalar(value) else None
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
 def at_least_fp32(output: Any) -> Any:
     """Returns a model's output in the same structure, with bf16 and fp16 tensors converted to fp32, because losses are
     computed in at least fp32."""

@@ -33,6 +33,10 @@ class ModelConstructorError(InputError):
     constructor, and with which error it failed."""
 
 
+class NotPredictable(InputError):
+    """A model can neither be traced nor measured, so nothing can be said about its time and memory."""
+
+
 class UserCodeError(MeshwrightError):
     """The user's own code failed: an imported file, a model, a data set or a loss, for example. The message says what
     was being done, with which error it failed, and in which file and line."""

@@ -1,7 +1,8 @@
-"""Makes torch's functions for nested structures (pytrees) look into dataclasses, which models may return.
+"""Makes torch's functions for nested structures (pytrees) look into dataclasses and into mappings other than `dict`
+(the `BatchEncoding` of transformers), which models may return and loaders may yield.
 
-Without this, torch takes a dataclass for a single value: the tensors in it would not be converted by precision, and
-FSDP2 would not find the tensors whose gradients it waits for.
+Without this, torch takes one of them for a single value: the tensors in it would not be converted by precision, nor
+moved to the device, and FSDP2 would not find the tensors whose gradients it waits for.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,14 +16,16 @@ from meshwright.dtypes import TensorStandIn
 
 
 def register_dataclasses(value: Any) -> None:
-    """Registers with torch the classes of all dataclasses in a value, also those in tuples, lists, dicts and other
-    dataclasses. Classes that are registered already, by their users or by a library, stay as they are."""
+    """Registers with torch the classes of all dataclasses and mappings in a value, also those in tuples, lists, dicts
+    and other dataclasses. Classes that are registered already, by their users or by a library, stay as they are."""
     if is_dataclass(value) and not isinstance(value, type):
         if type(value) not in SUPPORTED_NODES:
             _register(type(value))
         for field in fields(value):
             register_dataclasses(getattr(value, field.name, None))
     elif isinstance(value, Mapping):
+        if type(value) not in SUPPORTED_NODES:
+            _register_mapping(type(value))
         for entry in value.values():
             register_dataclasses(entry)
     elif isinstance(value, tuple | list):
@@ -65,5 +68,20 @@ def _register(kind: type[Any]) -> None:
         for name, value in zip(present, values, strict=True):
             object.__setattr__(copy, name, value)
         return copy
+
+    register_pytree_node(kind, flatten, unflatten)
+
+
+def _register_mapping(kind: type[Any]) -> None:
+    def flatten(value: Any) -> tuple[list[Any], list[Any]]:
+        return list(value.values()), list(value.keys())
+
+    def unflatten(values: Any, keys: list[Any]) -> Any:
+        """Returns a mapping of the same class, or a dict if the class cannot be made of one."""
+        entries = dict(zip(keys, values, strict=True))
+        try:
+            return kind(entries)
+        except TypeError:
+            return entries
 
     register_pytree_node(kind, flatten, unflatten)

@@ -1,3 +1,4 @@
+from collections import UserDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,3 +29,10 @@ def test_half_tensors_in_dataclasses_become_fp32() -> None:
     assert output.inner[0].name == "scores"
     assert output.inner[0].derived is None
     assert output.hidden is None
+
+
+def test_half_tensors_in_a_mapping_of_a_library_become_fp32() -> None:
+    output = at_least_fp32(UserDict(logits=torch.ones(2, dtype=torch.bfloat16), name="scores"))
+    assert isinstance(output, UserDict)
+    assert output["logits"].dtype == torch.float32
+    assert output["name"] == "scores"

@@ -11,6 +11,9 @@ module are added to it (one `OperatorTime` each, called a row), a look-up finds 
     passes      all ranks begin a pass together, and it lasts until the slowest rank has ended    _time_on_cores
     rows        the median over the passes as `OperatorTime` of one core: seconds × threads       _row
 
+An operator that fails here is not measured (`_result`), because its arguments are reconstructed from the profile, and
+may differ from those of the model. It keeps the time that the calibration of the device predicts.
+
 An operator that is timed alone in a loop finds its memory allocated and its inputs in the cache. In a training step,
 inputs may have left the cache, and memory has to be allocated, which takes time. On two cores of a server, convolutions
 timed in a loop appeared up to twice as slow or twice as fast as they are in a step. What is in memory while an operator
@@ -37,10 +40,10 @@ from meshwright.plan import Plan
 from meshwright.profile.values import ModelProfile, Operator
 from meshwright.simulator.compute.executed_profile import executed_profile
 from meshwright.simulator.compute.lookup import (
-    SUBSTITUTE_CLASSES,
     OperatorClass,
     classify_measurement,
     classify_operator,
+    with_measured_rows,
 )
 from meshwright.simulator.compute.operator_time import DeviceSpeeds, device_speeds, operator_s
 from meshwright.simulator.compute.passes import product_dtype
@@ -107,9 +110,11 @@ def measure_model_operators(
         return cluster
     seconds = _seconds_of(calls, rank, node, batch, budget_s)
     rows = tuple(_rows(calls, seconds, batch, rank))
+    if not rows:
+        return cluster
     device = node.device.model_copy(
         update={
-            "operators": _merged(node.device.operators, rows),
+            "operators": with_measured_rows(node.device.operators, rows),
             "sources": {**node.device.sources, "operators": BASED_ON},
         }
     )
@@ -152,7 +157,7 @@ def _slowest_operators(profile: ModelProfile, batch: int, rank: _Rank, budget_s:
         backward = segment.phase == "backward"
         for operator in segment.operators:
             lookup = classify_operator(operator, batch, 1.0, backward)
-            call = builder.build(operator, backward) if lookup else None
+            call = _build(builder, operator, backward) if lookup else None
             if lookup is None or call is None:
                 continue
             key: tuple[object, ...] = (lookup, backward, operator.name, operator.dtype)
@@ -171,10 +176,19 @@ def _slowest_operators(profile: ModelProfile, batch: int, rank: _Rank, budget_s:
     return [candidate for key, (candidate, *_) in candidates.items() if key in affordable]
 
 
+def _build(builder: CallBuilder, operator: Operator, backward: bool) -> OperatorCall | None:
+    try:
+        return builder.build(operator, backward)
+    except Exception:  # shapes that no operator of this name has
+        return None
+
+
 # ---- how long they take
 
+_Seconds = list[float | None]  # of each call; None for a call that fails
 
-def _seconds_of(calls: Sequence[_CallToTime], rank: _Rank, node: Node, batch: int, budget_s: float) -> Sequence[float]:
+
+def _seconds_of(calls: Sequence[_CallToTime], rank: _Rank, node: Node, batch: int, budget_s: float) -> _Seconds:
     """Returns the seconds of each call, as they were measured before if they were."""
     keys = [(timed.lookup, timed.backward, timed.operator.name, timed.operator.dtype) for timed in calls]
     inputs = (node.model_dump_json(), batch, rank.cores, rank.ranks, rank.layout, rank.tf32, *keys)
@@ -186,25 +200,27 @@ def _seconds_of(calls: Sequence[_CallToTime], rank: _Rank, node: Node, batch: in
     return seconds
 
 
-def _time_on_gpu(calls: Sequence[_CallToTime], rank: _Rank) -> list[float]:
+def _time_on_gpu(calls: Sequence[_CallToTime], rank: _Rank) -> _Seconds:
     """Returns the seconds of each call."""
-    pool, seconds = rank.make_pool(), []
+    pool = rank.make_pool()
+    seconds: _Seconds = []
     with torch.random.fork_rng(), torch.no_grad():
         for timed in calls:
             with float32_matmul_precision(_dtype(timed.operator, rank)):
                 run = partial(timed.call, pool)
-                seconds.append(device_seconds([run], rank.torch_device, 0.01))
+                runs = _result(timed, pool) is not None
+                seconds.append(device_seconds([run], rank.torch_device, 0.01) if runs else None)
     return seconds
 
 
-def _time_on_cores(calls: Sequence[_CallToTime], rank: _Rank, budget_s: float) -> list[float]:
+def _time_on_cores(calls: Sequence[_CallToTime], rank: _Rank, budget_s: float) -> _Seconds:
     """Returns the seconds of each call: the median over several passes, after a first pass that warms up. All ranks of
     this machine begin a pass together. The times of a pass are scaled to the length of the slowest rank's pass, because
     a training step waits for all ranks."""
     threads_before, end = torch.get_num_threads(), time.perf_counter() + budget_s
     barrier, finished = threading.Barrier(rank.ranks), threading.Event()
     neighbours = [_NeighbourRank(calls, rank, barrier, finished) for _ in range(rank.ranks - 1)]
-    passes: list[list[float]] = []
+    passes: list[_Seconds] = []
     try:
         torch.set_num_threads(rank.cores)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -225,10 +241,17 @@ def _time_on_cores(calls: Sequence[_CallToTime], rank: _Rank, budget_s: float) -
             if neighbour.is_alive():
                 neighbour.join()
         torch.set_num_threads(threads_before)
-    pass_totals = zip(map(sum, passes), *(neighbour.pass_seconds for neighbour in neighbours), strict=True)
-    slowest = [max(totals) for totals in pass_totals]
-    scaled = [[s * longest / sum(seconds) for s in seconds] for seconds, longest in zip(passes, slowest, strict=True)]
-    return [median(call_s) for call_s in zip(*scaled, strict=True)]
+    pass_totals = zip(map(_total, passes), *(neighbour.pass_seconds for neighbour in neighbours), strict=True)
+    scales = [max(totals) / (totals[0] or 1.0) for totals in pass_totals]
+    measured = [[s for s in call_s if s is not None] for call_s in zip(*passes, strict=True)]
+    return [
+        median(s * scale for s, scale in zip(call_s, scales, strict=True)) if len(call_s) == len(passes) else None
+        for call_s in measured
+    ]
+
+
+def _total(seconds: _Seconds) -> float:
+    return sum(s for s in seconds if s is not None)
 
 
 class _NeighbourRank(threading.Thread):
@@ -251,7 +274,7 @@ class _NeighbourRank(threading.Thread):
                     self._barrier.wait()
                     if self._finished.is_set():
                         return
-                    self.pass_seconds.append(sum(_run_pass(self._calls, pool)))
+                    self.pass_seconds.append(_total(_run_pass(self._calls, pool)))
                     self._barrier.wait()
         except BaseException:
             self._barrier.abort()  # otherwise the other ranks would wait for this one forever
@@ -266,29 +289,42 @@ def _warm_pool(calls: Sequence[_CallToTime], rank: _Rank) -> TensorPool:
     return pool
 
 
-def _run_pass(calls: Sequence[_CallToTime], pool: TensorPool) -> list[float]:
+def _result(timed: _CallToTime, pool: TensorPool) -> torch.Tensor | None:
+    """Returns the result of a call, or None if it fails."""
+    try:
+        return timed.call(pool)
+    except Exception:
+        return None
+
+
+def _run_pass(calls: Sequence[_CallToTime], pool: TensorPool) -> _Seconds:
     """Runs the calls once in their order. Returns the seconds of each call, including the time to free tensors that are
     no longer needed after it."""
     activations = pool.saved_activations
     backward_calls = sum(timed.backward for timed in calls)
-    seconds, forward_calls, backward_done = [], len(calls) - backward_calls, 0
+    forward_calls, backward_done = len(calls) - backward_calls, 0
+    seconds: _Seconds = []
     start = time.perf_counter()
-    for timed in calls:
-        result = timed.call(pool)
-        pool.store(result, timed.backward)
+    for number, timed in enumerate(calls, 1):
+        result = _result(timed, pool)
+        runs = result is not None
+        if result is not None:
+            pool.store(result, timed.backward)
         if timed.backward:
             backward_done += 1
             del activations[round(forward_calls * (1 - backward_done / backward_calls)) :]
+        elif result is None:
+            pass
         elif timed.operator.name.startswith("relu") and activations:
             activations[-1] = result  # the backward pass of a ReLU needs its result only, not its input
         else:
             activations.append(result)
         del result
+        if number == len(calls):
+            pool.clear()
         now = time.perf_counter()
-        seconds.append(now - start)
+        seconds.append(now - start if runs else None)
         start = now
-    pool.clear()
-    seconds[-1] += time.perf_counter() - start
     return seconds
 
 
@@ -302,11 +338,13 @@ def _dtype(operator: Operator, rank: _Rank) -> Dtype:
     return "tf32" if dtype == "fp32" and rank.tf32 and is_product and "tf32" in rank.speeds.rates else dtype
 
 
-def _rows(calls: Sequence[_CallToTime], seconds: Sequence[float], batch: int, rank: _Rank) -> Iterator[OperatorTime]:
+def _rows(calls: Sequence[_CallToTime], seconds: _Seconds, batch: int, rank: _Rank) -> Iterator[OperatorTime]:
     """Yields one `OperatorTime` for all calls with the same look-up key. Its seconds are the mean over these calls,
     multiplied by the number of cores, because a device of a CPU rank is one core."""
     rows: dict[object, tuple[OperatorTime, list[float]]] = {}
     for timed, call_s in zip(calls, seconds, strict=True):
+        if call_s is None:
+            continue
         row = _row(timed, call_s, batch, rank)
         key = (row.direction, row.dtype, row.layout, *classify_measurement(row))
         rows.setdefault(key, (row, []))[1].append(call_s * rank.cores)
@@ -345,36 +383,3 @@ def _row(timed: _CallToTime, seconds: float, batch: int, rank: _Rank) -> Operato
             "seconds": seconds,
         }
     )
-
-
-def _merged(calibrated: tuple[OperatorTime, ...], new: tuple[OperatorTime, ...]) -> tuple[OperatorTime, ...]:
-    """Returns the calibrated rows followed by the new rows.
-
-    A look-up interpolates within one class (operator, direction, dtype, layout). If the calibration lacks the class of
-    a new row, for example its backward direction, copies of the most similar calibrated rows are added to the class
-    first, because otherwise the model's few shapes would price all other shapes of that class. Shapes that are measured
-    in this class themselves are not copied. A new row is left out if no calibrated row is similar."""
-    rows = list(calibrated)
-    measured = {(_row_class(row), row.shape) for row in new}
-    for row in new:
-        key = _row_class(row)
-        if not any(_row_class(other) == key for other in rows):
-            name, _, dtype, _ = key
-            same_dtype = [other for other in calibrated if other.dtype == dtype]
-            similar = [other for other in same_dtype if _row_class(other)[0] == name]
-            similar = similar or [other for other in same_dtype if _row_class(other)[0] == SUBSTITUTE_CLASSES.get(name)]
-            similar = [other for other in similar if other.direction == row.direction] or similar
-            similar = [other for other in similar if other.layout == row.layout] or [
-                other for other in similar if other.layout == "contiguous"
-            ]
-            new_class = {"operator": row.operator, "direction": row.direction, "layout": row.layout}
-            copies = [other.model_copy(update=new_class) for other in similar]
-            rows += [copy for copy in copies if (_row_class(copy), copy.shape) not in measured]
-            if not similar:
-                continue
-        rows.append(row)
-    return tuple(rows)
-
-
-def _row_class(row: OperatorTime) -> tuple[str, str, str, str]:
-    return classify_measurement(row)[0], row.direction, row.dtype, row.layout

@@ -200,7 +200,7 @@ class CallBuilder:
         for kernel, stride, padding in _WINDOWS:
             height, width = ((side + 2 * padding - kernel) // stride + 1 for side in image[2:])
             out = (*image[:2], height, width)
-            if prod(out) == small:
+            if min(height, width) > 0 and prod(out) == small:
                 self.image_shapes[small] = out
                 window = ([kernel, kernel], [stride, stride], [padding, padding])
                 if not backward:
@@ -232,7 +232,7 @@ def _padding_and_sides(h: int, w: int, kernel: int, stride: int, pixels: float) 
     no padding smaller than the kernel gives this number."""
     for padding in range(kernel):
         height, width = ((side + 2 * padding - kernel) // stride + 1 for side in (h, w))
-        if abs(height * width - pixels) < 0.5:
+        if min(height, width) > 0 and abs(height * width - pixels) < 0.5:
             return padding, height, width
     return None
 

@@ -82,19 +82,23 @@ def save_device(device: Device, file: Path) -> Path:
     return _write(file, device.to_yaml())
 
 
-def load_operator_seconds(inputs: Sequence[object], count: int) -> list[float] | None:
-    """Returns the seconds of `count` operators that were measured before with the same `inputs`; None if there are
-    none. Then the same question gets the same answer, although no two measurements are equal."""
+def load_operator_seconds(inputs: Sequence[object], count: int) -> list[float | None] | None:
+    """Returns the seconds of `count` operators that were measured before with the same `inputs`, None for one that
+    failed; None in place of the list if there are none. Then the same question gets the same answer, although no two
+    measurements are equal."""
     try:
         seconds = json.loads(_operators_file(inputs).read_text())
     except (OSError, ValueError):
         return None
-    is_valid = isinstance(seconds, list) and all(isinstance(value, float) and 0 < value < 1e9 for value in seconds)
-    return seconds if is_valid and len(seconds) == count else None
+    if not isinstance(seconds, list) or len(seconds) != count:
+        return None
+    is_valid = all(value is None or (isinstance(value, float) and 0 < value < 1e9) for value in seconds)
+    return seconds if is_valid else None
 
 
-def save_operator_seconds(inputs: Sequence[object], seconds: Sequence[float]) -> None:
-    """Stores the seconds of operators. If the cache cannot take them, the next planning measures again."""
+def save_operator_seconds(inputs: Sequence[object], seconds: Sequence[float | None]) -> None:
+    """Stores the seconds of operators, None for one that failed. If the cache cannot take them, the next planning
+    measures again."""
     try:
         _write(_operators_file(inputs), json.dumps(list(seconds)))
     except StorageError as error:

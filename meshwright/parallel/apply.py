@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.blocks.convolutions import use_nnpack
+from meshwright.blocks.image_layout import channels_last_format
 from meshwright.blocks.recompute import recompute_blocks
 from meshwright.collectives.reducers import make_reducer
 from meshwright.collectives.small_sums import SmallSums, make_small_sums
@@ -328,7 +329,10 @@ def _replicate(
 def _move(module: nn.Module, plan: Plan, device: torch.device) -> None:
     module.to(device)
     if plan.compute.layout == "channels_last":
-        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(memory_format=channels_last_format(parameter))
+        for buffer in module.buffers():
+            buffer.data = buffer.data.to(memory_format=channels_last_format(buffer))
 
 
 def _checked_structure(plan: Plan, module: nn.Module, sample: Any, target: str | None) -> Structure | None:

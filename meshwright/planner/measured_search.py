@@ -1,13 +1,18 @@
 """The search on this machine, where the model's operators are measured. On other clusters, it is the search alone."""
 
+import warnings
 from dataclasses import replace
+from functools import partial
 
 from meshwright.calibrate.model_operators import BUDGET_S, is_this_machine, measure_model_operators
+from meshwright.dtypes import HALF_DTYPES
 from meshwright.plan import Plan
 from meshwright.planner.inputs import PlanningInputs, fp32_image_kernels
 from meshwright.planner.offload import search_with_offload
 from meshwright.planner.profiles import Profiles
 from meshwright.planner.search_result import SearchResult
+from meshwright.profile.tracing.real_steps import failure_of_step
+from meshwright.profile.tracing.real_tensors import has_values, model_device
 from meshwright.profile.values import ModelProfile
 from meshwright.progress import phase
 
@@ -23,6 +28,7 @@ def measured_search(inputs: PlanningInputs, profiles: Profiles) -> tuple[SearchR
     inputs with the measured times."""
     if not is_this_machine(inputs.cluster):
         return _search(inputs, profiles), inputs
+    inputs = _with_precisions_that_run(inputs, profiles)
     with phase("measuring the model's operators on this machine"):
         inputs = with_measured_operators(inputs, profiles, _MEASURE_OPERATORS_S)
     result = _search(inputs, profiles)
@@ -38,6 +44,26 @@ def measured_search(inputs: PlanningInputs, profiles: Profiles) -> tuple[SearchR
         inputs = replace(inputs, cluster=cluster)
         result = _search(inputs, profiles)
     return result, inputs
+
+
+def _with_precisions_that_run(inputs: PlanningInputs, profiles: Profiles) -> PlanningInputs:
+    """Returns the inputs without the half precisions in which a real step of the model fails on its device, because
+    some of its operators have no kernel for them. Traces do not show this. The same inputs, if the constraints fix the
+    precision, if the model is not on this machine's devices, or if it fails in fp32, too."""
+    precisions, model = inputs.precisions_to_try(), profiles.model
+    lower = [precision for precision in precisions if precision in HALF_DTYPES]
+    is_fixed = "numerics.precision" in inputs.constraints.fixed
+    is_here = model_device(model).type == inputs.cluster.kind and has_values(model, profiles.sample)
+    if not lower or is_fixed or not is_here:
+        return inputs
+    fails = partial(failure_of_step, model, profiles.sample, profiles.loss, target=profiles.target)
+    reasons = {precision: reason for precision in lower if (reason := fails(precision=precision))}
+    if not reasons or fails(precision="fp32"):
+        return inputs
+    for precision, reason in reasons.items():
+        warnings.warn(f"{precision} is left out, because a step of the model fails in it: {reason}", stacklevel=2)
+    full = "tf32" if all(node.device.accelerates("tf32") for node in inputs.cluster.nodes) else "fp32"
+    return replace(inputs, precisions=tuple(p for p in precisions if p not in reasons) or (full,))
 
 
 def _search(inputs: PlanningInputs, profiles: Profiles) -> SearchResult:

@@ -3,7 +3,7 @@
 import copy
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,10 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from meshwright.batch import listed_samples, take_listed
+from meshwright.blocks.kept_results import kept_results
 from meshwright.errors import InputError
+from meshwright.output_trees import register_dataclasses
 from meshwright.profile.experts import route_evenly
 from meshwright.profile.grouped_products import traced_grouped_product
-from meshwright.profile.torch_private import FakeTensorMode, tree_leaves, tree_map
+from meshwright.profile.torch_private import DataDependentOutputException, FakeTensorMode, tree_leaves, tree_map
 from meshwright.user_code import user_position
 
 
@@ -25,6 +28,7 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, skipped: Iterable[str] = 
     the rows of an expert are a multiple of `batch`."""
     memo: dict[int, Any] = {id(model.get_submodule(name)): nn.Identity() for name in skipped}
     skipped_ids = {id(module) for name in skipped for module in model.get_submodule(name).modules()}
+    results = kept_results(model)
     with mode:
         for module in model.modules():
             if id(module) in skipped_ids:
@@ -34,6 +38,8 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, skipped: Iterable[str] = 
                 memo.setdefault(id(parameter), nn.Parameter(fake, requires_grad=parameter.requires_grad))
             for buffer in module.buffers(recurse=False):
                 memo.setdefault(id(buffer), torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu"))
+        for key, result in results.items():
+            memo.setdefault(key, torch.empty(result.shape, dtype=result.dtype, device="cpu"))
     copied = copy.deepcopy(model, memo)
     route_evenly(copied, batch)
     return copied
@@ -46,11 +52,15 @@ class FakeRules(TorchFunctionMode):
     is 0.5, because models use one to decide whether to skip a layer (Whisper), and a fake tensor has no value. This is
     for costs only: without `fixes_random_scalars` such a model fails, because how it can be split or cut must not
     depend on a random number.
+
+    `assumes_values` is for the costs of a model that reads values, where there are none to run it on: conditions on
+    tensors are false, masks select everything, and a CTC loss is a sum over its inputs.
     """
 
-    def __init__(self, fixes_random_scalars: bool = True) -> None:
+    def __init__(self, fixes_random_scalars: bool = True, assumes_values: bool = False) -> None:
         super().__init__()
         self._fixes_random_scalars = fixes_random_scalars
+        self._assumes_values = assumes_values
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -61,11 +71,41 @@ class FakeRules(TorchFunctionMode):
             return torch.tensor(0.5)
         if name in ("grouped_mm", "_grouped_mm"):
             return traced_grouped_product(args[0], args[1], args[2] if len(args) > 2 else kwargs["offs"])
+        if self._assumes_values and name in _ASSUMED:
+            return _ASSUMED[name](func, *args, **kwargs)
         return func(*args, **kwargs)
 
 
+def _assumed_condition(func: Any, value: Tensor) -> bool:
+    try:
+        return bool(func(value))
+    except DataDependentOutputException:
+        return False
+
+
+def _assumed_selection(func: Any, input: Tensor, mask: Tensor) -> Tensor:
+    return torch.broadcast_tensors(input, mask)[0].reshape(-1)
+
+
+def _assumed_ctc_loss(func: Any, log_probs: Tensor, *_: Any, reduction: str = "mean", **__: Any) -> Tensor:
+    losses = -log_probs.sum(dim=(0, -1))
+    return losses if reduction == "none" else losses.mean()
+
+
+_ASSUMED: dict[str, Callable[..., Any]] = {
+    "__bool__": _assumed_condition,
+    "masked_select": _assumed_selection,
+    "ctc_loss": _assumed_ctc_loss,
+}
+
+
 def batch_size(sample: Any) -> int:
-    """Number of samples in a batch: the most frequent size of dimension 0 among its tensors."""
+    """Number of samples in a batch: the length of its lists of samples, or else the most frequent size of dimension 0
+    among its tensors."""
+    listed = listed_samples(sample)
+    if listed:
+        return listed
+    register_dataclasses(sample)
     sizes = [leaf.shape[0] for leaf in tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.dim() > 0]
     if not sizes:
         raise InputError("the sample batch holds no tensor with a batch dimension")
@@ -74,17 +114,26 @@ def batch_size(sample: Any) -> int:
 
 def fake_batch(sample: Any, size: int, mode: FakeTensorMode) -> Any:
     """Returns the sample batch on fake tensors, with `size` samples. Tensors whose dimension 0 is not the batch keep
-    their shape."""
+    their shape. Samples in lists keep their shapes, and are repeated in order."""
     sample_size = batch_size(sample)
+    is_listed = listed_samples(sample) is not None
+    if is_listed:
+        sample = take_listed(sample, [index % sample_size for index in range(size)])
 
     def fake(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        shape = (size, *value.shape[1:]) if value.dim() > 0 and value.shape[0] == sample_size else value.shape
-        return torch.empty(shape, dtype=value.dtype, device="cpu")
+        has_samples = value.dim() > 0 and value.shape[0] == sample_size and not is_listed
+        return torch.empty((size, *value.shape[1:]) if has_samples else value.shape, dtype=value.dtype, device="cpu")
 
     with mode:
         return tree_map(fake, sample)
+
+
+def is_dense(tensors: Any) -> bool:
+    """Whether no tensor in the tree is sparse. Fake copies of sparse tensors would be dense."""
+    register_dataclasses(tensors)
+    return all(leaf.layout == torch.strided for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor))
 
 
 @contextmanager

@@ -73,10 +73,12 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) in _ELEMENTWISE
 
 
-def measure_optimizer_cost(make_optimizer: OptimizerFactory, multi_tensor: bool) -> OptimizerCost:
-    """Returns the cost of the optimizer that `make_optimizer` builds. If `multi_tensor` is True and the optimizer has a
-    multi-tensor implementation, that one is measured."""
-    parameters = [nn.Parameter(torch.zeros(_ELEMENTS)) for _ in range(2)]
+def measure_optimizer_cost(
+    make_optimizer: OptimizerFactory, multi_tensor: bool, shape: tuple[int, ...] = (_ELEMENTS,)
+) -> OptimizerCost:
+    """Returns the cost of the optimizer that `make_optimizer` builds, for parameters of this shape. If `multi_tensor`
+    is True and the optimizer has a multi-tensor implementation, that one is measured."""
+    parameters = [nn.Parameter(torch.zeros(shape)) for _ in range(2)]
     optimizer = make_optimizer(parameters)
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     for group in optimizer.param_groups:
@@ -138,7 +140,9 @@ def _is_large(value: Any) -> bool:
 
 def optimizer_cost(template: torch.optim.Optimizer | None, on_gpu: bool) -> OptimizerCost:
     """Returns the cost of an optimizer with the class and options of `template`, or zero cost if `template` is None. On
-    a GPU, the multi-tensor implementation is measured unless the options contain `foreach=False`."""
+    a GPU, the multi-tensor implementation is measured unless the options contain `foreach=False`. An optimizer that
+    steps on vectors is measured on them, and else on matrices. One that steps on neither outside of its script, because
+    it needs a closure or other arguments, counts as Adam that keeps its state for whole parameters."""
     if template is None:
         return OptimizerCost(state_ratio=0.0, temporary_ratio=0.0, multi_tensor=False)
     check_is_optimizer(template)
@@ -149,7 +153,14 @@ def optimizer_cost(template: torch.optim.Optimizer | None, on_gpu: bool) -> Opti
     def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return optimizer_class(parameters, **options)
 
-    return measure_optimizer_cost(make_optimizer, multi_tensor=on_gpu and options.get("foreach") is not False)
+    multi_tensor = on_gpu and options.get("foreach") is not False
+    for shape in ((_ELEMENTS,), (_ELEMENTS // 64, 64)):
+        try:
+            return measure_optimizer_cost(make_optimizer, multi_tensor, shape)
+        except Exception:  # whatever the optimizer's own code raises on parameters that are not the model's
+            continue
+    adam = measure_optimizer_cost(torch.optim.Adam, multi_tensor)
+    return replace(adam, has_fused=False, elementwise=False)
 
 
 def check_is_optimizer(optimizer: Any) -> None:

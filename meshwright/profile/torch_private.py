@@ -21,8 +21,10 @@ __all__ = [
     "operator_name",
     "operator_packet",
     "storage_address",
+    "storage_of",
     "tree_leaves",
     "tree_map",
+    "unwrapped",
 ]
 
 
@@ -74,3 +76,18 @@ def storage_address(storage: torch.UntypedStorage) -> int:
     """A number that identifies a storage as long as something references the storage. It exists for fake tensors,
     too."""
     return storage._cdata
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor within the wrappers of `torch.func` (`vmap`, `jvp`, `grad`), which operators see and which has the
+    memory; the tensor itself if it has no wrapper."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The memory of a tensor; None for one that has none of its own, as sparse tensors."""
+    if tensor.layout != torch.strided:
+        return None
+    return unwrapped(tensor).untyped_storage()

@@ -12,13 +12,13 @@ from torch import nn
 
 from meshwright.calibrate import model_operators
 from meshwright.calibrate.model_operators import BASED_ON, is_this_machine, measure_model_operators
-from meshwright.calibrate.operator_calls import CallBuilder, TensorPool
+from meshwright.calibrate.operator_calls import CallBuilder, OperatorCall, TensorPool
 from meshwright.cluster.cluster import Cluster, OperatorTime
 from meshwright.cluster.detect import detect_cpu, find_cluster
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Axes, Compute
 from meshwright.profile.tracing.trace import trace_profile
-from meshwright.profile.values import ModelProfile
+from meshwright.profile.values import ModelProfile, Operator
 from meshwright.simulator.compute.lookup import classify_operator
 from meshwright.simulator.compute.operator_time import device_speeds, operator_s
 
@@ -211,3 +211,37 @@ def test_a_model_that_was_measured_before_keeps_its_times(monkeypatch: pytest.Mo
     assert next(passes) == 3
     measure_model_operators(measured_again, profile, plan, BATCH)
     assert next(passes) == 5, "after the machine was measured again, so is the model"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_operator_that_cannot_run_alone_is_not_measured(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    if detect_cpu().nodes[0].count < ranks:
+        pytest.skip("two ranks need two cores")
+
+    def build(builder: CallBuilder, operator: Operator, backward: bool) -> OperatorCall | None:
+        if operator.layer == "second":
+            raise ZeroDivisionError
+        return fail if operator.kind == "matmul" else original(builder, operator, backward)
+
+    def fail(_: TensorPool) -> torch.Tensor:
+        raise RuntimeError("Kernel size can't be greater than actual input size")
+
+    original = CallBuilder.build
+    monkeypatch.setattr(CallBuilder, "build", build)
+    plan = Plan(axes=Axes(replicate=ranks), compute=Compute(threads=1))
+    for _ in range(2):  # measured, and then read from the stored measurements
+        (node,) = measure_model_operators(_here(), _traced(), plan, BATCH * ranks, budget_s=0.1).nodes
+        measured = {row.operator for row in node.device.operators if row.seconds != 1e-6}
+        assert "convolution" in measured
+        assert "matmul" not in measured
+
+
+def test_convolutions_whose_filters_are_larger_than_the_image_run() -> None:
+    """A product of two negative sides would be the right number of pixels, but there is no such image."""
+    model = nn.Sequential(nn.Conv2d(4, 4, 7, padding=3), nn.Conv2d(4, 4, 7, 2, padding=3, groups=4), nn.Flatten())
+    sample = (torch.zeros(2, 4, 2, 2), torch.zeros(2, dtype=torch.long))
+    profile = trace_profile(model, sample, F.cross_entropy, on_gpu=False)
+    builder, pool = CallBuilder(BATCH, fuses_bias=True), TensorPool(torch.device("cpu"))
+    calls = [builder.build(o, s.phase == "backward") for s in profile.segments for o in s.operators]
+    shapes = [tuple(call(pool).shape) for call in calls if call is not None]
+    assert (BATCH, 4, 2, 2) in shapes

@@ -81,3 +81,13 @@ def test_gradients_are_averaged_in_the_last_microbatch_and_buffers_are_those_of_
     assert [result["gradients"] for result in results] == [[1.0, 3.0], [2.0, 3.0]]
     assert [result["count"] for result in results] == [1.0, 1.0]
     assert [result["unused"] for result in results] == [True, True]
+
+
+def test_volumes_of_a_plan_with_channels_last_are_laid_out_like_it() -> None:
+    model = nn.Sequential(nn.Conv3d(2, 4, 3), nn.Conv2d(2, 4, 2))
+    apply(Plan.model_validate({"compute": {"layout": "channels_last"}}), model, CPU, 1)
+    volume, image = model[0].weight, model[1].weight
+    assert isinstance(volume, Tensor)
+    assert isinstance(image, Tensor)
+    assert volume.is_contiguous(memory_format=torch.channels_last_3d)
+    assert image.is_contiguous(memory_format=torch.channels_last)

@@ -18,6 +18,7 @@ from meshwright.planner.measured_search import with_measured_operators
 from meshwright.planner.profiles import Profiles
 from meshwright.planner.questions.answer import plan_point
 from meshwright.profile.values import ModelProfile
+from tests.auto.machines import cpu_cluster
 from tests.planner.cases import MOMENTUM, one_layer
 
 
@@ -107,3 +108,31 @@ def test_operators_of_a_plan_that_seems_fastest_are_measured_before_it_is_chosen
     measured.clear()
     assert best_plan(inputs) == plans[0]
     assert measured == []
+
+
+class ThroughNumpy(nn.Module):
+    """Reads values through numpy, which has no bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(8, 16), nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(x)
+        out: torch.Tensor = self.head(hidden / float(abs(hidden.detach().numpy()).mean()))
+        return out
+
+
+@pytest.mark.parametrize(("model", "precisions"), [(ThroughNumpy(), ("fp32",)), (nn.Linear(8, 2), ("bf16", "fp32"))])
+def test_a_precision_in_which_the_model_fails_is_left_out(
+    model: nn.Module, precisions: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(planning, "is_this_machine", lambda cluster: True)
+    monkeypatch.setattr(planning, "measure_model_operators", lambda cluster, *_: cluster)
+    profiles = Profiles(model, (torch.randn(4, 8), torch.zeros(4, dtype=torch.long)), F.cross_entropy, on_gpu=False)
+    inputs = PlanningInputs(cpu_cluster(1), 4, MOMENTUM, precisions=("bf16", "fp32"))
+    result, found = planning.measured_search(inputs, profiles)
+    assert found.precisions == precisions
+    assert result.ranked[0].plan.numerics.precision in precisions
+    left_out = [str(one.message) for one in recwarn if "left out" in str(one.message)]
+    assert len(left_out) == (precisions == ("fp32",))

@@ -34,6 +34,7 @@ from meshwright.profile.torch_private import (
     storage_address,
     tree_leaves,
     tree_map,
+    unwrapped,
 )
 from meshwright.user_code import first_line
 
@@ -208,6 +209,7 @@ class DataflowRecorder(TorchDispatchMode):
     def _value(self, tensor: Tensor, producer: int | None, source: ValueSource = "", name: str = "") -> int:
         """Returns the number of a tensor's value. A new value is added if no tensor with this memory and layout was
         registered before."""
+        tensor = unwrapped(tensor)
         storage = tensor.untyped_storage()
         key = (
             storage_address(storage),

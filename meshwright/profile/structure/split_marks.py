@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.errors import InputError
 from meshwright.profile.equal_blocks import EqualBlocks, remove_skipped_blocks, skipped_blocks
 from meshwright.profile.fake import FakeRules, fake_batch, fake_model
 from meshwright.profile.operator_costs import is_checkpoint_artifact
@@ -21,6 +22,7 @@ from meshwright.profile.structure.splits import find_splits_with_values
 from meshwright.profile.structure.vocabulary_splits import find_vocabulary_splits
 from meshwright.profile.torch_private import FakeTensorMode
 from meshwright.profile.values import SplitMark
+from meshwright.user_code import first_line
 
 
 @dataclass(frozen=True)
@@ -130,9 +132,14 @@ def _record_dataflow_of_step(
     remove_skipped_blocks(fake, equal_blocks)
     batch = fake_batch(sample, size, mode)
     recorder.register_all(batch, "input")
-    with mode, FakeRules(), recorder, recording_module_calls(names, recorder):
-        recorder.enter("", (), {})  # the loss is computed outside of every module
-        recorder.leave(run(fake, batch))
+    try:
+        with mode, FakeRules(), recorder, recording_module_calls(names, recorder):
+            recorder.enter("", (), {})  # the loss is computed outside of every module
+            recorder.leave(run(fake, batch))
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"the model cannot be traced: {first_line(error)}") from error
     flow = recorder.flow
     flow.calls[0].outputs = flow.calls[1].outputs  # the outputs of the model, not the loss
     return flow

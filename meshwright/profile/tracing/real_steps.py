@@ -3,7 +3,8 @@
 A step is recorded with all samples of the sample batch and, if there is more than one, with half of them. Operators of
 the two steps are matched by pass, module and name. Each quantity of a matched operator becomes the line through its two
 values. An operator that one of the steps runs more often (a loop over samples, an expert that received no token) has no
-match, and its quantities are taken as proportional to the batch.
+match, and its quantities are taken as proportional to the batch. So are all quantities of a model that does not run
+with half of the samples, because its batch has a fixed size, or is one graph.
 """
 
 import copy
@@ -16,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.blocks.kept_results import kept_results
 from meshwright.blocks.recompute import Recompute, find_blocks
 from meshwright.dtypes import HALF_DTYPES
-from meshwright.errors import InputError
+from meshwright.errors import InputError, NotPredictable
 from meshwright.profile.experts import find_expert_layers, routed_experts, routed_note
 from meshwright.profile.fake import tensor_bytes
 from meshwright.profile.structure.model_structure import ModelStructure
@@ -56,7 +58,8 @@ def trace_or_measure_profile(
     is_linear: bool = False,
 ) -> tuple[ModelProfile, str]:
     """Returns the profile of a model, and a phrase for the user that says how the profile was obtained. It is traced if
-    that is possible, else measured; a measured profile has no structure. The arguments are those of `trace_profile`."""
+    that is possible, else measured; a measured profile has no structure. A model without values cannot be measured. If
+    its code reads values, it is traced with assumed ones. The arguments are those of `trace_profile`."""
     try:
         profile = trace_profile(
             model,
@@ -70,18 +73,38 @@ def trace_or_measure_profile(
             model_structure=model_structure,
             is_linear=is_linear,
         )
-    except InputError as error:
+    except Exception as problem:  # whatever the model's own code raises on tensors without values
+        error = problem if isinstance(problem, InputError) else _not_traced(problem)
         if not has_values(model, sample):
-            raise InputError(f"{error}, and {_NO_DEVICE}") from error
+            try:
+                profile = trace_profile(
+                    model,
+                    sample,
+                    loss,
+                    precision=precision,
+                    on_gpu=on_gpu,
+                    target=target,
+                    recompute=recompute,
+                    is_linear=is_linear,
+                    assumes_values=True,
+                )
+            except Exception:
+                raise NotPredictable(f"{error}, and {_NO_DEVICE}") from problem
+            return profile, f"traced steps at {_batches(profile)}, in which conditions on values are false"
         try:
             profile = measure_profile(
                 model, sample, loss, precision=precision, on_gpu=on_gpu, target=target, recompute=recompute
             )
         except InputError:
-            raise error from None  # the first error names the module, and a batch that does not fit fails in both
+            # The first error names the module, and a batch that does not fit fails in both.
+            raise NotPredictable(str(error)) from problem
         return profile, f"measured steps at {_batches(profile)}"
     routed = routed_note(find_expert_layers(model))
     return profile, f"traced steps at {_batches(profile)}{f', {routed}' if routed else ''}"
+
+
+def _not_traced(error: Exception) -> InputError:
+    return InputError(f"the model cannot be traced: {describe_error(error)}")
 
 
 def _batches(profile: ModelProfile) -> str:
@@ -105,17 +128,27 @@ def measure_profile(
     if not has_values(model, sample):
         raise InputError(f"the model cannot be measured: {_NO_DEVICE}")
     size = sample_count(sample)
-    sizes = (size // 2, size) if size > 1 else (size,)
-    batches = [batch_of_samples(sample, number, model_device(model)) for number in sizes]
-    traces = [_record_real_step(model, batch, loss, precision, on_gpu, target, recompute) for batch in batches]
-    half = _HalfBatch(size // 2, traces[0]) if size > 1 else None
+    device = model_device(model)
+
+    def record(batch: Any) -> StepTrace:
+        return _record_real_step(model, batch, loss, precision, on_gpu, target, recompute)
+
+    whole = batch_of_samples(sample, size, device)
+    trace, half = record(whole), None
+    half_bytes = 0
+    if size > 1:
+        try:
+            batch = batch_of_samples(sample, size // 2, device)
+            half, half_bytes = _HalfBatch(size // 2, record(batch)), tensor_bytes(batch)
+        except Exception:
+            half = None
     return ModelProfile(
         precision=precision,
         parameters=model_parameters(model),
         buffer_bytes=sum(b.numel() * b.element_size() for b in model.buffers()),
-        input_bytes=_fit_line(tensor_bytes(batches[-1]), size, tensor_bytes(batches[0]), half),
-        segments=_segments(traces[-1], size, half),
-        traced_batches=sizes,
+        input_bytes=_fit_line(tensor_bytes(whole), size, half_bytes, half),
+        segments=_segments(trace, size, half),
+        traced_batches=(size // 2, size) if half else (size,),
         recompute=recompute,
         blocks=find_blocks(model),
         experts=routed_experts(model),
@@ -123,6 +156,25 @@ def measure_profile(
 
 
 # ---- one real step
+
+
+def failure_of_step(
+    model: nn.Module, sample: Any, loss: LossFunction | None, precision: str, target: str | None = None
+) -> str | None:
+    """Returns why a real step of the model on its device fails in this precision; None if it runs, or if it lacks
+    memory, which says nothing about the precision."""
+    device = model_device(model)
+    try:
+        batch = batch_of_samples(sample, sample_count(sample), device)
+        model_copy = copy.deepcopy(model, kept_results(model))
+        loss_copy = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss
+        with preserved_random_state(device), torch.enable_grad():
+            compute_loss(_UnderAutocast(model_copy, device, precision), batch, loss_copy, "fp32", target).backward()
+    except (torch.OutOfMemoryError, MemoryError):
+        return None
+    except Exception as error:  # whatever the model's own code raises
+        return describe_error(error)
+    return None
 
 
 def _record_real_step(
@@ -135,9 +187,12 @@ def _record_real_step(
     recompute: Recompute,
 ) -> StepTrace:
     device = model_device(model)
-    model_copy = copy.deepcopy(model)
+    try:
+        model_copy = copy.deepcopy(model, kept_results(model))
+        loss_copy = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss  # it may have buffers and weights
+    except Exception as error:
+        raise InputError(f"the model cannot be copied: {describe_error(error)}") from error
     names = {module: name for name, module in model_copy.named_modules()}
-    loss_copy = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss  # it may have buffers and weights
     rules = GpuRulesForRealTensors() if on_gpu and device.type == "cpu" else nullcontext()
     autocast_model = _UnderAutocast(model_copy, device, precision)
 

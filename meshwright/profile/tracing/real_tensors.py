@@ -3,7 +3,7 @@ of real tensors, and the state of the random generators."""
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from meshwright.batch import listed_samples, take_listed
+from meshwright.output_trees import register_dataclasses
 from meshwright.profile.fake import batch_size
 from meshwright.profile.gpu_rules import GpuRules
 from meshwright.profile.torch_private import FakeTensor, tree_leaves, tree_map
@@ -31,6 +33,9 @@ def model_device(model: nn.Module) -> torch.device:
 def sample_count(sample: Any) -> int:
     """Number of samples in a batch: the most frequent size of dimension 0 among its tensors. If the tensors are in
     lists (images of different sizes, say), the most frequent length of the lists."""
+    listed = listed_samples(sample)
+    if listed:
+        return listed
     entries = _entries(sample)
     if any(isinstance(entry, Tensor) for entry in entries):
         return batch_size([entry for entry in entries if isinstance(entry, Tensor)])
@@ -42,6 +47,10 @@ def batch_of_samples(sample: Any, number: int, device: torch.device) -> Any:
     """Returns a copy of the first `number` samples on the device. If the batch has fewer samples, they are repeated in
     order."""
     size = sample_count(sample)
+    if number == size:  # whichever dimension the samples are in
+        return _copy_to(sample, device)
+    if listed_samples(sample):
+        return _copy_to(take_listed(sample, [index % size for index in range(number)]), device)
 
     def pick(entry: Any) -> Any:
         return [entry[index % size] for index in range(number)]
@@ -49,16 +58,22 @@ def batch_of_samples(sample: Any, number: int, device: torch.device) -> Any:
     def pick_rows(leaf: Any) -> Any:
         return torch.stack(pick(leaf)) if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size else leaf
 
+    register_dataclasses(sample)
     if any(isinstance(entry, Tensor) for entry in _entries(sample)):
         batch = tree_map(pick_rows, sample)
     else:
         entries = [pick(e) if isinstance(e, list | tuple) and len(e) == size else e for e in _entries(sample)]
-        batch = dict(zip(sample, entries, strict=True)) if isinstance(sample, dict) else type(sample)(entries)
+        batch = dict(zip(sample, entries, strict=True)) if isinstance(sample, Mapping) else type(sample)(entries)
+    return _copy_to(batch, device)
+
+
+def _copy_to(batch: Any, device: torch.device) -> Any:
+    register_dataclasses(batch)
     return tree_map(lambda leaf: leaf.detach().clone().to(device) if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def _entries(sample: Any) -> list[Any]:
-    if isinstance(sample, dict):
+    if isinstance(sample, Mapping):
         return list(sample.values())
     return list(sample) if isinstance(sample, list | tuple) else [sample]
 

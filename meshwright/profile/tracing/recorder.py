@@ -32,6 +32,7 @@ from meshwright.profile.torch_private import (
     backward_node_number,
     forward_node_number,
     operator_name,
+    storage_of,
     tree_leaves,
 )
 
@@ -133,13 +134,14 @@ class TraceRecorder(TorchDispatchMode):
         """Registers tensors that exist before the step (parameters, buffers, inputs). Their memory is not recorded as
         an allocation of the step."""
         for leaf in tree_leaves(tensors):
-            if isinstance(leaf, Tensor):
-                self._allocations[id(leaf.untyped_storage())] = -1
-                self._storages[id(leaf.untyped_storage())] = weakref.ref(leaf.untyped_storage())
+            if isinstance(leaf, Tensor) and (storage := storage_of(leaf)) is not None:
+                self._allocations[id(storage)] = -1
+                self._storages[id(storage)] = weakref.ref(storage)
 
     def allocation_of(self, tensor: Tensor) -> int | None:
         """The index of the event that allocated the tensor's storage; None if the storage existed before the step."""
-        allocation = self._allocations.get(id(tensor.untyped_storage()))
+        storage = storage_of(tensor)
+        allocation = None if storage is None else self._allocations.get(id(storage))
         return None if allocation is None or allocation < 0 else allocation
 
     def __torch_dispatch__(
@@ -171,7 +173,7 @@ class TraceRecorder(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self._follow_storage(leaf, origin)
                 if kind != "view":
-                    self._values.pop(id(leaf.untyped_storage()), None)
+                    self._values.pop(id(storage_of(leaf)), None)
         if kind != "view":
             self.trace.operators[-1].writes = self._uses(result)
         return result
@@ -180,8 +182,7 @@ class TraceRecorder(TorchDispatchMode):
         """The distinct tensors in a tree, with the numbers of their values. Contents that are new have a new number."""
         uses: dict[int, RecordedUse] = {}
         for leaf in tree_leaves(tensors):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
+            if isinstance(leaf, Tensor) and (storage := storage_of(leaf)) is not None:
                 key, size = id(storage), min(leaf.numel() * leaf.element_size(), storage.nbytes())
                 if key not in self._values:
                     self._values[key], self._value_count = self._value_count, self._value_count + 1
@@ -243,9 +244,9 @@ class TraceRecorder(TorchDispatchMode):
     # ---- memory
 
     def _follow_storage(self, tensor: Tensor, origin: OperatorOrigin) -> None:
-        storage = tensor.untyped_storage()
+        storage = storage_of(tensor)
         key = id(storage)
-        if key in self._allocations:
+        if storage is None or key in self._allocations:
             return
         trace, allocation = self.trace, len(self.trace.memory)
         trace.memory.append(StorageEvent(len(trace.operators), storage.nbytes(), origin))

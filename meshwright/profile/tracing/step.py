@@ -1,12 +1,12 @@
 """`compute_loss`: the loss of a training step. Tracing uses it in place of the training session's code."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.batch import at_least_fp32, split_batch, target_key
+from meshwright.batch import at_least_fp32, find_model_value, split_batch, target_key
 from meshwright.dtypes import HALF_DTYPES
 from meshwright.errors import InputError
 
@@ -21,12 +21,8 @@ def compute_loss(model: nn.Module, batch: Any, loss: LossFunction | None, precis
     with torch.autocast("cpu", dtype=HALF_DTYPES.get(precision), enabled=precision in HALF_DTYPES):
         output = model(*inputs.arguments, **inputs.keywords)
     output = at_least_fp32(output)
-    result = loss(output, inputs.target) if loss else _loss_in_output(output)
+    result = loss(output, inputs.target) if loss else find_model_value(output)
     value = result[0] if isinstance(result, tuple) else result
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise InputError("the loss returns no number: it must be a scalar, or a pair (sum, count)")
     return value
-
-
-def _loss_in_output(output: Any) -> Any:
-    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)

@@ -27,6 +27,7 @@ from meshwright.profile.fake import (
     FakeRules,
     fake_batch,
     fake_model,
+    is_dense,
     one_sequence_per_row,
     reads_values,
     tensor_bytes,
@@ -97,17 +98,21 @@ def trace_profile(
     merge_equal_blocks: bool = True,
     model_structure: ModelStructure | None = None,
     is_linear: bool = False,
+    assumes_values: bool = False,
 ) -> ModelProfile:
     """Returns the profile of a model on batches like `sample`, which may have any number of samples.
 
     If `with_structure` is True, the profile includes the `Structure` of the model, which says how it can be split and
     cut; it is taken from `model_structure` if that is given. If `merge_equal_blocks` is False, every block is traced.
     `target` is the key of the targets in the batch. `is_linear`: a profile with less recomputation, which has the same
-    operators, has shown that all quantities are linear; two batch sizes are then enough. The model may be on the meta
-    device; it is not changed.
+    operators, has shown that all quantities are linear; two batch sizes are then enough. `assumes_values` is that of
+    `FakeRules`; the profile then has no structure. The model may be on the meta device; it is not changed.
     """
+    if not is_dense([*model.parameters(), *model.buffers(), sample]):
+        raise InputError("the model cannot be traced, because some of its tensors are sparse")
     sizes = BATCHES[:2] if is_linear else BATCHES
-    step = _FakeStep(model, sample, loss, precision, target, recompute, GpuRules if on_gpu else FakeRules)
+    rules = GpuRules if on_gpu else FakeRules
+    step = _FakeStep(model, sample, loss, precision, target, recompute, partial(rules, assumes_values=assumes_values))
     equal_blocks = find_equal_blocks(model) if merge_equal_blocks else ()
     try:
         traces, ranges = _trace_all_batches(step, sizes, equal_blocks)
@@ -119,7 +124,7 @@ def trace_profile(
         merge_equal_blocks, equal_blocks = False, ()
         traces, ranges = _trace_all_batches(step, sizes, equal_blocks)
     marks, structure = SplitMarks({}, {}, {}, {}), None
-    if with_structure:
+    if with_structure and not assumes_values:
         known = model_structure or ModelStructure(model, sample, target_key(target, loss is not None))
         # Recomputation repeats operators, and changes none of the first forward pass.
         marks = known.split_marks((precision, on_gpu, id(loss), equal_blocks), partial(step.split_marks, equal_blocks))

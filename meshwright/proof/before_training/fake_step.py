@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.batch import at_least_fp32, split_batch
+from meshwright.batch import at_least_fp32, find_model_value, split_batch
 from meshwright.profile.fake import FakeRules, batch_size, fake_batch, fake_model, one_sequence_per_row
 from meshwright.profile.torch_private import FakeTensorMode
 from meshwright.proof.before_training.reduction import (
@@ -32,7 +32,6 @@ from meshwright.proof.before_training.stand_in_loss import stand_in_loss
 from meshwright.proof.before_training.training import Training
 from meshwright.proof.before_training.widths import narrow_widths
 from meshwright.proof.torch_private import TorchDispatchMode
-from meshwright.train.loss.loss import find_model_value
 from meshwright.train.step.optimizer import rebuild_optimizer
 from meshwright.user_code import is_user_file
 

@@ -214,3 +214,36 @@ def classify_measurement(row: OperatorTime) -> tuple[str, tuple[float, ...]]:
     if row.operator == "optimizer":
         return f"optimizer {shape[2]}", _logs(row.bytes)
     return row.operator, _logs(row.bytes)
+
+
+def with_measured_rows(calibrated: tuple[OperatorTime, ...], new: tuple[OperatorTime, ...]) -> tuple[OperatorTime, ...]:
+    """Returns the calibrated rows followed by the new rows.
+
+    A look-up interpolates within one class (operator, direction, dtype, layout). If the calibration lacks the class of
+    a new row, for example its backward direction, copies of the most similar calibrated rows are added to the class
+    first, because otherwise the model's few shapes would price all other shapes of that class. Shapes that are measured
+    in this class themselves are not copied. A new row is left out if no calibrated row is similar."""
+    rows = list(calibrated)
+    measured = {(_row_class(row), row.shape) for row in new}
+    for row in new:
+        key = _row_class(row)
+        if not any(_row_class(other) == key for other in rows):
+            name, _, dtype, _ = key
+            same_dtype = [other for other in calibrated if other.dtype == dtype]
+            similar = [other for other in same_dtype if _row_class(other)[0] == name]
+            similar = similar or [other for other in same_dtype if _row_class(other)[0] == SUBSTITUTE_CLASSES.get(name)]
+            similar = [other for other in similar if other.direction == row.direction] or similar
+            similar = [other for other in similar if other.layout == row.layout] or [
+                other for other in similar if other.layout == "contiguous"
+            ]
+            new_class = {"operator": row.operator, "direction": row.direction, "layout": row.layout}
+            copies = [other.model_copy(update=new_class) for other in similar]
+            rows += [copy for copy in copies if (_row_class(copy), copy.shape) not in measured]
+            if not similar:
+                continue
+        rows.append(row)
+    return tuple(rows)
+
+
+def _row_class(row: OperatorTime) -> tuple[str, str, str, str]:
+    return classify_measurement(row)[0], row.direction, row.dtype, row.layout

@@ -14,7 +14,7 @@ one rank of many: `across(rows)` returns the rows of all ranks, and the index at
 returned loss gives the sum over this rank's samples; the sum over all ranks is divided by the number of samples.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.batch import find_model_value
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.train.loss.cross_entropy import CountedMean, CountTargetsInModules, count_targets
@@ -213,19 +214,6 @@ class ModelLoss:
         count = counts[0]
         counts.clear()
         return CountedMean(value, count)
-
-
-def find_model_value(output: Any) -> Tensor | None:
-    """Returns the loss in the output of a model that computes it; None if there is none. It is the output itself, its
-    attribute or key `loss`, or the sum of a dict of scalars, which detectors return."""
-    value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
-    if value is None and isinstance(output, Mapping) and output and all(map(_is_scalar, output.values())):
-        value = torch.stack([loss.reshape(()) for loss in output.values()]).sum()
-    return value if _is_scalar(value) else None
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1
 
 
 def loss_from_model(model: nn.Module | None = None) -> Loss:

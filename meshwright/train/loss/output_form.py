@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,11 +104,15 @@ class FakeModel:
     def __init__(self, model: nn.Module) -> None:
         self._original = model
         self._mode = FakeTensorMode()
-        self._model = fake_model(model, self._mode)
+        self._model: nn.Module | None = None  # for a model that cannot be copied
+        with suppress(Exception):  # whatever the model's own code raises when it is copied
+            self._model = fake_model(model, self._mode)
 
     def output_form(self, sample: Any, samples: int, target_key: str | None) -> OutputForm | None:
         """Returns the form of the output for batches of `samples` samples like the sample batch; None if the model
         cannot run on tensors without values, or if its output has no tensors."""
+        if self._model is None:
+            return None
         try:
             outputs = [self._forward(sample, count, target_key) for count in (samples, samples + 1)]
         except Exception:  # whatever the model's own code raises on tensors without values
@@ -146,6 +151,7 @@ class FakeModel:
         return output
 
     def _forward(self, sample: Any, samples: int, target_key: str | None) -> Any:
+        assert self._model is not None
         inputs = split_batch(fake_batch(sample, samples, self._mode), target_key)
         with self._mode, torch.no_grad(), FakeRules(), one_sequence_per_row(sample):
             output = self._model(*inputs.arguments, **inputs.keywords)

@@ -7,23 +7,24 @@ import torch
 from torch import Tensor
 
 from meshwright.batch import listed_samples, take_listed
+from meshwright.blocks.image_layout import channels_last_format
 from meshwright.data.batch import Microbatch
 from meshwright.data.prepared import PreparedShare
 from meshwright.errors import InputError
+from meshwright.output_trees import register_dataclasses
 from meshwright.plan import Plan
 from meshwright.train.torch_private import tree_map
 
 
 def move_to_device(data: Any, device: torch.device, *, channels_last: bool = False) -> Any:
-    """Returns the batch with its tensors on the device. With `channels_last`, tensors of 4 dimensions get that memory
+    """Returns the batch with its tensors on the device. With `channels_last`, images and volumes get that memory
     format. Copies from pinned memory to a GPU are asynchronous."""
     if device.type == "cpu" and not channels_last:
         return data
 
     def move(value: Tensor) -> Tensor:
-        if channels_last and value.dim() == 4:
-            return value.to(device, non_blocking=True, memory_format=torch.channels_last)
-        return value.to(device, non_blocking=True)
+        memory_format = channels_last_format(value) if channels_last else torch.preserve_format
+        return value.to(device, non_blocking=True, memory_format=memory_format)
 
     return map_tensors(move, data)
 
@@ -37,6 +38,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], data: Any) -> Any:
         return type(data)([map_tensors(function, value) for value in data])
     if type(data) is dict:
         return {key: map_tensors(function, value) for key, value in data.items()}
+    register_dataclasses(data)
     return tree_map(lambda value: function(value) if isinstance(value, Tensor) else value, data)
 
 

@@ -97,7 +97,13 @@ def rebuild_optimizer(
                 raise InputError(f"the optimizer holds a parameter of shape {shape} that the model does not have")
         group_names = [names[id(p)] for p in group["params"]]
         groups.append({**group, "params": [parameters[name] for name in group_names if name in parameters]})
-    optimizer = type(template)(groups, **_constructor_options(template))
+    try:
+        optimizer = type(template)(groups, **_constructor_options(template))
+    except TypeError as error:
+        raise InputError(
+            f"the optimizer {type(template).__name__} cannot be made again for the parameters of a rank: {error}. Keep"
+            " its other arguments as options of its parameter groups, or give them defaults"
+        ) from error
     _check_parameters(optimizer, parameters, type(template).__name__)
     return optimizer
 

@@ -1,13 +1,16 @@
 """What of a batch goes into the model and what into the loss: tuples, dicts, and anything else."""
 
+from collections import UserDict
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from meshwright.batch import split_batch
 from meshwright.errors import InputError
-from meshwright.train.step.batch import move_to_device, samples_in, split_into_microbatches
+from meshwright.train.step.batch import move_to_device, samples_in, split_into_microbatches, tensors_in
 
 X, Y, Z = torch.zeros(4, 2), torch.ones(4), torch.full((4, 3), 2.0)
 
@@ -70,3 +73,25 @@ def test_the_size_of_a_batch_is_that_of_its_first_tensor() -> None:
     assert samples_in({"name": "x", "scale": torch.tensor(1.0), "image": X}) == 4
     with pytest.raises(InputError, match="the batch holds no tensor"):
         samples_in({"name": "x"})
+
+
+@dataclass
+class Pair:
+    x: Tensor
+    y: Tensor
+
+
+@pytest.mark.parametrize("batch", [Pair(X, Y), UserDict(x=X, y=Y)])
+def test_batches_of_classes_are_counted_and_moved(batch: Any) -> None:
+    assert samples_in(batch) == 4
+    moved = move_to_device(batch, torch.device("meta"))
+    assert type(moved) is type(batch)
+    assert all(tensor.is_meta for tensor in tensors_in(moved))
+
+
+def test_images_and_volumes_are_laid_out_with_channels_last() -> None:
+    image, volume = move_to_device(
+        (torch.zeros(2, 3, 4, 5), torch.zeros(2, 3, 4, 5, 6)), torch.device("cpu"), channels_last=True
+    )
+    assert image.is_contiguous(memory_format=torch.channels_last)
+    assert volume.is_contiguous(memory_format=torch.channels_last_3d)

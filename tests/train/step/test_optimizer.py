@@ -182,3 +182,14 @@ def test_an_optimizer_is_fused_on_gpus_if_it_can_be_and_its_options_leave_it_ope
 ) -> None:
     model = nn.Linear(2, 2)
     assert can_fuse_on_gpus(optimizer(model.parameters(), lr=0.1, **options)) is can_fuse  # type: ignore[call-arg]
+
+
+def test_an_optimizer_with_other_required_arguments_is_refused_with_what_to_do() -> None:
+    class OfModel(torch.optim.SGD):
+        def __init__(self, parameters: Any, model: nn.Module) -> None:
+            super().__init__(parameters, lr=0.1)
+
+    model = Net()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    with pytest.raises(InputError, match=r"OfModel cannot be made again .* 'model'\. Keep its other arguments"):
+        rebuild_optimizer(OfModel(model.parameters(), model), names, dict(model.named_parameters()))
