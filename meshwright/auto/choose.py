@@ -1,6 +1,7 @@
 """Chooses the plan for `plan: auto` of a job and for `mw.best_plan`: the fastest plan that the executor can run."""
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +17,7 @@ from meshwright.calibrate.probe import measure_machine
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
 from meshwright.data.randomness import preserve_generators
-from meshwright.errors import InputError, MeshwrightError, UserCodeError
+from meshwright.errors import InputError, MeshwrightError, NotPredictable, UserCodeError
 from meshwright.exchange import broadcast_value
 from meshwright.job import Job, load_plan
 from meshwright.launch.world import World, join
@@ -202,7 +203,8 @@ def best_plan(
     kernels; `changes`, also the arithmetic, for example by computing in bf16.
 
     Without `cluster`, the plan is for the ranks that there are: those of the process group or of the launcher, or one
-    rank if there is neither. `device` is `cuda` or `cpu`; None means `cuda` if there is a GPU. Rank 0 searches, and all
+    rank if there is neither. If nothing can be predicted for the model, each of them is a replica, and a warning says
+    why. `device` is `cuda` or `cpu`; None means `cuda` if there is a GPU. Rank 0 searches, and all
     ranks get its plan; they call this together, and wait at most `timeout_s` for it. `check` raises an `InputError` for
     plans that the caller's training loop cannot run.
 
@@ -255,9 +257,28 @@ def best_plan(
             request = trained.request(plan, variants_of(plan, inputs, profiles), budget_s)
         return plan
 
+    def search_or_replicate() -> Plan:
+        try:
+            return search_here()
+        except Exception as error:  # raised by the model's own code, on tensors without values or in real steps
+            is_mistake = isinstance(error, MeshwrightError) and not isinstance(error, NotPredictable)
+            if is_mistake or cluster is not None or constraints:
+                raise
+            return _unpredicted_plan(world, check, first_line(error))
+
     with preserve_generators():  # only rank 0 may draw random numbers here
-        plan = _plan_of_rank_0(search_here, world)
+        plan = _plan_of_rank_0(search_or_replicate, world)
         return plan if cluster is not None or not budget_s else trained.tuned(plan, request)
+
+
+def _unpredicted_plan(world: World, check: Callable[[Plan], None] | None, reason: str) -> Plan:
+    """Returns the plan in which every rank is a replica, for a model of which nothing can be predicted, and says so in
+    a warning. Raises the `InputError` of `check` if the caller's loop cannot run this plan."""
+    plan = Plan(axes=Axes(replicate=world.size))
+    if check is not None:
+        check(plan)
+    warnings.warn(f"plan: {plan.summary()}, without a prediction: {reason}", stacklevel=5)
+    return plan
 
 
 def _both(first: Callable[[Plan], None], second: Callable[[Plan], None]) -> Callable[[Plan], None]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.blocks.kept_results import kept_results
 from meshwright.errors import InputError
 from meshwright.launch.world import World
 from meshwright.limits import is_number
@@ -107,7 +108,8 @@ class ModelToTune:
         return batch_of_size(self.sample, max(1, share))
 
     def _session(self, plan: Plan, world: World) -> Session:
-        copies: dict[int, Any] = {}  # a loss that belongs to the model belongs to the copy
+        copies: dict[int, Any] = dict(kept_results(self.model))
+        # With the same memo, a loss that belongs to the model belongs to the copy.
         model, loss = deepcopy(self.model, copies), deepcopy(self.loss, copies)
         return Session(
             model, self._make_optimizer, loss=loss, plan=plan, world=world, target=self.target, sample=self.sample

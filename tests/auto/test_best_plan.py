@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +16,7 @@ from meshwright.auto.inputs import model_planning_inputs
 from meshwright.call import bind
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
-from meshwright.errors import InputError
+from meshwright.errors import InputError, NotPredictable
 from meshwright.job import load_job
 from meshwright.parallel.check import check_plan
 from meshwright.plan import Plan
@@ -24,7 +25,7 @@ from meshwright.planner.search import search
 from meshwright.train.build import construct_model
 from meshwright.train.job_parts import JobParts
 from meshwright.train.step.optimizer import build_optimizer
-from tests.auto.machines import cpu_cluster
+from tests.auto.machines import cpu_cluster, store_measurement
 from tests.ranks import RankPool
 from tests.soaked import all_but
 from tests.train.one_process import world
@@ -133,3 +134,37 @@ def test_a_fused_optimizer_is_for_dense_gradients(sparse: bool, cluster: str | C
         inputs, _ = model_planning_inputs(model, sparse_sample(), machines, global_batch=8, optimizer=optimizer)
         assert inputs.can_fuse_optimizer is (can_fuse and optimizer is not None)
         assert inputs.allow == "rounding"
+
+
+class Uncopied(nn.Module):
+    """A model that can neither be traced nor measured, because it cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def __deepcopy__(self, memo: object) -> "Uncopied":
+        raise RuntimeError("it holds a socket")
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out
+
+
+def test_ranks_are_replicas_of_a_model_of_which_nothing_can_be_predicted() -> None:
+    model, sample = Uncopied(), (torch.randn(8, 4), torch.zeros(8, dtype=torch.long))
+    loss = nn.functional.cross_entropy
+    store_measurement()
+    with pytest.warns(UserWarning, match=r"^plan: one rank .*, without a prediction: .*it holds a socket") as caught:
+        plan = best_plan(model, sample, global_batch=8, loss=loss, device="cpu")
+    assert len(caught) == 1
+    assert plan == Plan()
+    session = mw.parallelize(model, torch.optim.SGD(model.parameters(), 0.1), loss=loss, plan=plan, device="cpu")
+    assert math.isfinite(session.step(sample))
+    refused: tuple[dict[str, Any], ...] = (
+        {"cluster": "8xH100"},
+        {"device": "cpu", "fix": {"numerics.precision": "fp32"}},
+    )
+    for options in refused:
+        with pytest.raises(NotPredictable, match="it holds a socket"):
+            best_plan(model, sample, global_batch=8, loss=loss, **options)
