@@ -55,6 +55,20 @@ def find_batch_state(training: Training) -> BatchState | None:
     return None
 
 
+def find_changed_parameter(training: Training) -> BatchState | None:
+    """Returns the first parameter that a forward pass writes to; None if there is none, or if the model cannot be run
+    without values."""
+    for key in dict.fromkeys((training.target_key, None)):
+        with preserve_generators():
+            try:
+                changed = _changed_state(training, key)
+                modules = dict(training.model.named_modules())
+                return next((state for state in changed if state.name in modules[state.module]._parameters), None)
+            except Exception:  # code that depends on the values of tensors
+                continue
+    return None
+
+
 def _changed_state(training: Training, target_key: str | None) -> Iterator[BatchState]:
     """Yields the buffers and attributes that a forward pass in training mode changes, other than running statistics."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -136,5 +150,5 @@ def _is_equal(first: Any, second: Any) -> bool:
 def _is_close(first: Tensor, second: Tensor) -> bool:
     if first.shape != second.shape or not first.is_floating_point():
         return first.shape == second.shape and bool(torch.equal(first, second))
-    scale = float(first.abs().max()) if first.numel() else 0.0
+    scale = float(first.detach().abs().max()) if first.numel() else 0.0
     return bool(((first - second).abs() <= _TOLERANCE * (scale or 1.0)).all())

@@ -11,7 +11,7 @@ from meshwright.exchange import broadcast_value
 from meshwright.launch.world import World
 from meshwright.plan import Plan
 from meshwright.progress import phase, say
-from meshwright.proof.before_training.batch_state import find_batch_state
+from meshwright.proof.before_training.batch_state import find_batch_state, find_changed_parameter
 from meshwright.proof.before_training.check import (
     PrepareSession,
     check_in_new_ranks,
@@ -95,13 +95,25 @@ def _check_batch_state(training: Training, plan: Plan, skip: str, world: World |
     if plan.data_ranks == 1 or plan.gradients.local_steps > 1 or plan.gradients.updates != "synchronous":
         return
     with phase("looking for state that follows the batch"):
-        state = find_batch_state(training) if world is None or world.rank == 0 else None
-    name = str(state) if state else None
-    name = name if world is None else broadcast_value(name)
-    if name is not None:
+        found = _describe_state(training, plan) if world is None or world.rank == 0 else None
+    found = found if world is None else broadcast_value(found)
+    if found is not None:
         raise UnequalPlan(
-            f"the plan ({plan.summary()}) does not train the same model as one device: the forward pass changes {name}"
-            " by the samples that it sees, and each rank sees only its own: compute it from the samples of all ranks,"
-            f" choose a plan without the axes replicate and shard, or train on one device; {skip} trains it"
-            " nevertheless"
+            f"the plan ({plan.summary()}) does not train the same model as one device: the forward pass {found};"
+            f" {skip} trains it nevertheless"
         )
+
+
+def _describe_state(training: Training, plan: Plan) -> str | None:
+    """Returns what the forward pass changes that is not the same on one device, and what to do; None if nothing is."""
+    if state := find_batch_state(training):
+        return (
+            f"changes {state} by the samples that it sees, and each rank sees only its own: compute it from the samples"
+            " of all ranks, choose a plan without the axes replicate and shard, or train on one device"
+        )
+    if plan.axes.shard > 1 and (parameter := find_changed_parameter(training)):
+        return (
+            f"writes to the parameter {parameter}, of which it has a gathered copy only, because the shard axis divides"
+            " it: make it a buffer, or choose a plan without the shard axis"
+        )
+    return None

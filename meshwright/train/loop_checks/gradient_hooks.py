@@ -1,7 +1,8 @@
 """Refuses hooks on the gradients of parameters that a plan would run at the wrong place.
 
-Ranks and microbatches call a hook with the gradient of their own samples, and average afterwards. That is right for a
-hook h that is linear, such as a mask or a factor, and wrong for one that clips, normalizes or takes signs:
+Ranks and microbatches call a hook with the gradient of their own samples or tokens, and average or add afterwards.
+That is right for a hook h that is linear, such as a mask or a factor, and wrong for one that clips, normalizes or takes
+signs:
 
     mean of h(gₖ) over parts k  =  h(mean of gₖ)   if and only if   h is linear                            _is_linear
 
@@ -9,6 +10,7 @@ Whether a hook is linear is tried: it is called with random gradients. Hooks tha
 divided the model may not run at all, so they are looked for before each update.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from types import CellType, FunctionType
@@ -35,9 +37,11 @@ def check_gradient_hooks(model: nn.Module, plan: Plan) -> dict[str, list[Hook]]:
     """Raises an `InputError` if a parameter has a hook that is not linear in its gradient, and the plan divides
     batches. Called before the plan changes the model. Returns the hooks by the names of their parameters."""
     hooks = {name: gradient_hooks(parameter) for name, parameter in model.named_parameters()}
-    if plan.batch_parts > 1 and plan.gradients.local_steps == 1:
+    if _combines_gradients(plan) or plan.axes.pipeline > 1:
+        names = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
         for name, parameter in model.named_parameters():
-            if not parameter.is_meta and parameter.requires_grad:
+            is_combined = _combines_gradients(plan) or names[id(parameter)] > 1  # the stages of tied weights add theirs
+            if is_combined and not parameter.is_meta and parameter.requires_grad:
                 _refuse_nonlinear(name, parameter, *hooks[name], plan)
     return {name: [*first, *second] for name, (first, second) in hooks.items() if first or second}
 
@@ -66,7 +70,7 @@ def _refuse_nonlinear(
         if not _is_linear(change, parameter):
             raise InputError(
                 f"the hook {_describe(hook)} on the gradient of {name} is not linear, and under the plan"
-                f" ({plan.summary()}) it gets the gradients of some samples before they are averaged: {_INSTEAD}"
+                f" ({plan.summary()}) it gets the gradients of some samples or tokens before they are added: {_INSTEAD}"
             )
 
 
@@ -86,7 +90,7 @@ class LateHooks:
     def check(self, parallel: ParallelModel) -> None:
         """Raises an `InputError` if something new would change training otherwise than on one device."""
         plan = self._plan
-        averages = plan.batch_parts > 1 and plan.gradients.local_steps == 1
+        averages = _combines_gradients(plan)
         for name, parameter in parallel.parameters().items():
             known = self._known.get(name)
             if known is None or known[0] is not parameter:
@@ -139,6 +143,12 @@ class LateHooks:
                 f" plan ({self._plan.summary()}) does not run it on the gradient that is trained with: register it"
                 f" before parallelize, or {_INSTEAD}"
             )
+
+
+def _combines_gradients(plan: Plan) -> bool:
+    """Whether gradients are computed in parts, of samples or of tokens, which are added after the hooks have run."""
+    by_tokens = plan.axes.context > 1 or (plan.axes.tensor > 1 and plan.modules.sequence)
+    return (plan.batch_parts > 1 or by_tokens) and plan.gradients.local_steps == 1
 
 
 def _counted(parameter: nn.Parameter) -> tuple[nn.Parameter, int, int]:

@@ -4,12 +4,15 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.errors import InputError
+from meshwright.plan import Plan
+from meshwright.train.loop_checks.gradient_hooks import check_gradient_hooks
 from tests.ranks import RankPool
 
 
@@ -106,3 +109,19 @@ def test_hooks_train_as_on_one_device_or_are_refused(two: RankPool) -> None:
         assert all("first.weight was registered after parallelize" in refused[name] for name in late)
         assert all("first.weight is not linear" in refused[name] for name in nonlinear)
         assert all("first.weight was replaced after parallelize" in refused[name] for name in replaced)
+
+
+@pytest.mark.parametrize("change", [clip, signs])
+@pytest.mark.parametrize(
+    "plan",
+    [{"axes": {"context": 2}}, {"axes": {"tensor": 2}, "modules": {"sequence": True}}],
+    ids=["context", "sequence"],
+)
+def test_hooks_that_are_not_linear_are_refused_where_tokens_are_divided(
+    plan: dict[str, Any], change: Callable[[Model], None]
+) -> None:
+    model = Model()
+    change(model)
+    with pytest.raises(InputError, match=r"first\.weight is not linear"):
+        check_gradient_hooks(model, Plan.model_validate(plan))
+    check_gradient_hooks(model, Plan.model_validate({"axes": {"tensor": 2}}))

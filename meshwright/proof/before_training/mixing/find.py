@@ -10,13 +10,14 @@ no dimension that grows with the samples, such as a loss, is not compared here: 
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.batch import ModelBatch, listed_samples, split_batch
+from meshwright.batch import ModelBatch, at_least_fp32, listed_samples, split_batch
 from meshwright.data.randomness import preserve_generators, seed_generators
 from meshwright.plan import Plan
 from meshwright.profile.fake import batch_size
@@ -49,6 +50,7 @@ from meshwright.proof.before_training.vocabulary import large_vocabularies, narr
 from meshwright.proof.torch_private import refuse_collectives, tree_map
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4}  # relative to the largest number of a tensor
+_NUMBER_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}  # sums over samples are rounded otherwise in parts
 _SMALL_FLOPS = 2e9  # of a step of one sample; above this the model is made smaller
 _MOST_FLOPS = 2e10  # a trial with more is not made
 _MOST_WEIGHTS = 2 * 10**8
@@ -60,15 +62,19 @@ _KEEP_ABOVE_S = 0.5  # trials that take less are made at each start
 @dataclass(frozen=True)
 class Mixing:
     """A module that mixes samples, empty for the whole model, and the line that does it; empty if it is not known.
-    `in_backward`: it does so in its backward pass, or this is not linear in the gradients that it gets."""
+    `in_backward`: it does so in its backward pass, or this is not linear in the gradients that it gets. `in_number`: an
+    output without samples does so, which the loss function uses."""
 
     module: str
     line: str
     in_backward: bool = False
+    in_number: bool = False
 
     def __str__(self) -> str:
         name = f"the module {self.module}" if self.module else "the model"
         mixes = f"{name} mixes the samples of a batch"
+        if self.in_number:
+            mixes = f"{name} returns a number that is not a mean over samples, and the loss uses it"
         if self.in_backward:
             mixes = f"the backward pass of {name} mixes the samples of a batch, or is not linear in its gradients"
         return mixes + (f" ({self.line})" if self.line else "")
@@ -142,7 +148,7 @@ class _Trial:
         different = self._different(model, batch, True, first, second)
         is_random = self._draws_numbers(model, batch)
         if different is None:
-            return self._backward_mixing(model, batch, not is_random)
+            return self._mixed_number(model, batch) or self._backward_mixing(model, batch, not is_random)
         if not is_random and self._is_repeated(model, batch, True, first, seed=1):
             return self._located(model, batch, different, True)
         if self._is_repeated(model, batch, True, first, seed=0):  # it draws random numbers
@@ -157,6 +163,30 @@ class _Trial:
         if not self._is_repeated(model, batch, False, first, seed=1):
             return None
         return self._located(model, batch, different, False)
+
+    def _mixed_number(self, model: nn.Module, batch: Any) -> Mixing | None:
+        """Returns the mixture of a number, or of another output without samples, that the loss function of the training
+        uses, and that is not the mean of those of two parts of the batch. In evaluation mode: it may be random."""
+        function = self.training.loss
+        if function is None:  # `train/loss/trial.py` tries the losses that models compute
+            return None
+        inputs = split_batch(batch, self.target_key)
+        set_mode(model, False)
+        with torch.enable_grad():
+            output = model(*inputs.arguments, **inputs.keywords)
+            value = function(at_least_fp32(output), inputs.target)
+        leaves = compared_leaves(output)
+        total = value[0] if isinstance(value, tuple) else value
+        uses = torch.autograd.grad(total.sum(), leaves, allow_unused=True) if total.requires_grad else ()
+        parts = [(self._run(model, part, False), size) for part, _, size in half_batches(batch, self._size, cut=1)]
+        for number, use in enumerate(uses):
+            whole, of_parts = leaves[number].detach(), [(part[number], size) for part, size in parts]
+            if use is None or any(part.shape != whole.shape for part, _ in of_parts):
+                continue
+            mean = sum((part * (size / self._size) for part, size in of_parts), torch.zeros_like(whole))
+            if not is_same(whole[None], mean[None], [(0, 0)], _NUMBER_TOLERANCES[self.dtype]):
+                return Mixing("", "", in_number=True)
+        return None
 
     def _backward_mixing(self, model: nn.Module, batch: Any, training: bool) -> Mixing | None:
         """Returns the mixture of a backward pass, of a model whose forward pass mixes nothing."""
@@ -273,14 +303,16 @@ class _Trial:
 
     def _located(self, model: nn.Module, batch: Any, different: tuple[Any, Pairs, int], training: bool) -> Mixing:
         other, pairs, size = different
-        place = locate(
-            model,
-            lambda is_other: self._run(model, other if is_other else batch, training),
-            pairs,
-            (self._size, size),
-            _TOLERANCES[self.dtype],
-        )
-        return Mixing(*place) if place else Mixing("", "")
+        with suppress(Exception):  # nothing can be read of the tensors inside of `vmap`, for example
+            place = locate(
+                model,
+                lambda is_other: self._run(model, other if is_other else batch, training),
+                pairs,
+                (self._size, size),
+                _TOLERANCES[self.dtype],
+            )
+            return Mixing(*place) if place else Mixing("", "")
+        return Mixing("", "")
 
 
 def _dim(first: Tensor, second: Tensor, sizes: tuple[int, int]) -> int | None:

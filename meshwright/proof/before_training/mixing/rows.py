@@ -35,9 +35,10 @@ def reversed_batch(batch: Any, size: int) -> tuple[Any, Pairs]:
     return made, [(row, size - row) for row in range(size)]
 
 
-def half_batches(batch: Any, size: int) -> list[tuple[Any, Pairs, int]]:
-    """Returns both halves of the batch, the positions of equal samples, and the number of samples of each half."""
-    cut = size // 2
+def half_batches(batch: Any, size: int, cut: int | None = None) -> list[tuple[Any, Pairs, int]]:
+    """Returns both halves of the batch, or what is before and behind `cut`, the positions of equal samples, and the
+    number of samples of each part."""
+    cut = size // 2 if cut is None else cut
     halves: list[tuple[Any, Pairs, int]] = []
     for begin, end in ((0, cut), (cut, size)):
         made = _map_rows(batch, size, lambda value, begin=begin, end=end: value[begin:end])

@@ -59,6 +59,7 @@ MIXING: dict[str, Callable[[Tensor], Tensor]] = {
     "attention": lambda x: x + (x @ x.T).softmax(-1) @ x,
     "statistics": lambda x: F.batch_norm(x, None, None, training=True),
     "random numbers": lambda x: F.dropout(x, 0.5) + x.mean(0),
+    "vmap": lambda x: torch.vmap(lambda column: column - column.mean(0), in_dims=1, out_dims=1)(x),
 }
 INDEPENDENT: dict[str, Callable[[Tensor], Tensor]] = {
     "pointwise": lambda x: x * 2,

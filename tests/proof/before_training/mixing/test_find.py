@@ -30,7 +30,7 @@ def mixing(model: nn.Module, samples: int = 8, loss: Any = F.cross_entropy) -> M
 def test_a_model_that_mixes_samples_is_found(kind: str, samples: int) -> None:
     found = mixing(Model(MIXING[kind]), samples)
     assert found is not None
-    if kind != "random numbers":  # no line is searched with these
+    if kind not in ("random numbers", "vmap"):  # no line is searched or found with these
         assert found.module == "inner"
         assert models.__file__ in found.line
 
@@ -70,6 +70,23 @@ def test_the_line_is_that_of_the_write() -> None:
 def test_outputs_of_other_forms_are_no_mixture(returns: Any) -> None:
     assert mixing(Model(INDEPENDENT["pointwise"], returns)) is None
     assert mixing(Model(MIXING["mean"], returns)) is not None
+
+
+@pytest.mark.parametrize(
+    ("number", "is_found"),
+    [
+        (lambda y: y.square().mean().sqrt(), True),
+        (lambda y: y.square().sum(), True),
+        (lambda y: y.square().mean(), False),
+        (lambda y: y.sum() * 0 + 3, False),
+    ],
+)
+def test_a_number_that_the_loss_uses_must_be_a_mean_over_samples(number: Any, is_found: bool) -> None:
+    model = Model(INDEPENDENT["pointwise"], lambda y: (y, number(y)))
+    found = mixing(model, loss=lambda output, target: F.cross_entropy(output[0], target) + output[1])
+    assert (found is not None) is is_found
+    assert found is None or found.in_number
+    assert mixing(model, loss=lambda output, target: F.cross_entropy(output[0], target)) is None
 
 
 def test_the_model_and_the_generators_stay_as_they_were() -> None:
