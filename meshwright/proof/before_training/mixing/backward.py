@@ -32,17 +32,21 @@ def backward_line(model: nn.Module, run: RunParts, samples: int, dtype: torch.dt
     """Returns the line of the hook or of the custom function whose backward pass mixes samples or is not linear; empty
     if the line is not known, and None if there is no such backward pass."""
 
-    def differ() -> bool:
-        return any(parts_differ(model, run(), scale / samples, dtype) for scale in _SCALES)
+    def differ(hooks: _Hooks) -> bool:
+        outputs = run()
+        functions.extend(_custom_function_lines(outputs[0][0]))
+        # Without hooks and custom functions, a backward pass is linear.
+        scales = _SCALES if hooks.lines or functions else _SCALES[:1]
+        return any(parts_differ(model, outputs, scale / samples, dtype) for scale in scales)
 
+    functions: list[str] = []
     with _Hooks() as hooks:
-        if not differ():
+        if not differ(hooks):
             return None
     for line in dict.fromkeys(hooks.lines):
-        with _Hooks(without=line):
-            if not differ():
+        with _Hooks(without=line) as others:
+            if not differ(others):
                 return line
-    functions = [line for outputs, _ in run() for line in _custom_function_lines(outputs)]
     return next(iter(functions or hooks.lines), "")
 
 
@@ -77,7 +81,8 @@ def _gradients(
     terms = [term for term in terms if term.requires_grad]
     if not terms:
         return [torch.zeros_like(parameter) for parameter in parameters]
-    return torch.autograd.grad(sum(terms[1:], terms[0]) * scale, parameters, materialize_grads=True)
+    total = sum(terms[1:], terms[0]) * scale
+    return torch.autograd.grad(total, parameters, retain_graph=True, materialize_grads=True)
 
 
 def _sum_over_samples(leaf: Tensor, dim: int) -> Tensor:

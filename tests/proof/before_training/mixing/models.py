@@ -47,6 +47,7 @@ IN_BACKWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "hook divides by the norm": lambda x: with_hook(x, lambda g: g / g.norm()),
     "hook mixes": lambda x: with_hook(x, lambda g: g - g.mean(0)),
     "custom function mixes": MeanOfGradients.apply,
+    "detached mean": lambda x: x + x.mean(0) - x.mean(0).detach(),
 }
 MIXING: dict[str, Callable[[Tensor], Tensor]] = {
     "roll": lambda x: x + x.roll(2, 0),

@@ -40,7 +40,8 @@ def test_a_backward_pass_that_mixes_or_is_not_linear_is_found(kind: str) -> None
     found = mixing(Model(IN_BACKWARD[kind]))
     assert found is not None
     assert found.in_backward
-    assert models.__file__ in found.line
+    if kind != "detached mean":  # neither a hook nor a custom function does it
+        assert models.__file__ in found.line
 
 
 @pytest.mark.parametrize("samples", [1, 8])
