@@ -163,7 +163,10 @@ def write_back(view: ShardView, full: Tensor) -> None:
     part = view.part_of(full)
     view.gathered_copy = None
     storage = _storage(view)
-    if view.memory is not None and any(_storage(other) == storage for other in view.memory.others(view)):
+    if view.local_tensor.requires_grad and not part.requires_grad:  # written under `no_grad`: gradients pass it by
+        with torch.no_grad():
+            view.local_tensor.copy_(part)
+    elif view.memory is not None and any(_storage(other) == storage for other in view.memory.others(view)):
         view.local_tensor.copy_(part)  # other views show this memory
     else:
         view.local_tensor = part
@@ -215,7 +218,8 @@ def call_on_gathered(
     copies: dict[int, tuple[ShardView, Tensor]] = {}
     for leaf in leaves:
         if isinstance(leaf, ShardView) and chosen(leaf) and id(leaf) not in copies:
-            copies[id(leaf)] = (leaf, leaf.gathered())
+            shown = _copy_with_views(leaf)
+            copies[id(leaf)] = (leaf, leaf.gathered() if shown is None else shown)
     versions = {key: version(full) for key, (_, full) in copies.items()}
     full_leaves = [copies[id(leaf)][1] if id(leaf) in copies else leaf for leaf in leaves]
     full_args, full_kwargs = tree_unflatten(full_leaves, tree)
@@ -226,6 +230,18 @@ def call_on_gathered(
             write_back(view, full)
             _follow_write(view)
     return _remember(func, leaves, tree, result, copies)
+
+
+def _copy_with_views(view: ShardView) -> Tensor | None:
+    """The full copy of which the model holds views, so that what is written into a new view of it shows in those;
+    None if there is no such copy with the present values."""
+    memory: SharedMemory | None = view.memory
+    with_gradient = view.local_tensor.requires_grad and torch.is_grad_enabled()
+    for copy in memory.copies if memory is not None else ():
+        is_current = (version(copy.full), version(view)) == (copy.full_version, copy.local_version)
+        if copy.view is view and is_current and copy.full.requires_grad == with_gradient:
+            return copy.full
+    return None
 
 
 def _remember(

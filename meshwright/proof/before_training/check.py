@@ -133,10 +133,12 @@ def describe_difference(proof: Proof) -> str:
     """Returns what differs first between the plan and one device, and why."""
     first = proof.first_difference
     assert first is not None
-    what = f"the {first.what} of {first.parameter}" if first.parameter and first.what != "loss" else f"the {first.what}"
+    of = " " if first.what in ("buffer", "weight") else " of "  # a buffer has a name itself
+    what = f"the {first.what}{of}{first.parameter}" if first.parameter and first.what != "loss" else f"the {first.what}"
     also = f" and the gradient of {first.parameter}" if first.parameter and first.what == "loss" else ""
     cause = f"{first.cause}: {first.explanation}".replace("_", " ") if first.cause else "no cause was found"
-    return f"in step {max(1, first.step)}, {what}{also} is off by {first.error:.2g} ({cause})"
+    verb = "are" if also else "is"
+    return f"in step {max(1, first.step)}, {what}{also} {verb} off by {first.error:.2g} ({cause})"
 
 
 def raise_if_unequal(plan: Plan, outcome: Outcome, instead: Plan | None, skip: str) -> None:

@@ -77,6 +77,22 @@ def write_position(x: Tensor, tokens: Tensor, model: nn.Module) -> Tensor:
 
 
 @statement
+def clamp_without_gradient(x: Tensor, tokens: Tensor, model: nn.Module) -> Tensor:
+    x = x * 1.0
+    with torch.no_grad():
+        x[:, 4:6].clamp_(-0.1, 0.1)
+    return x
+
+
+@statement
+def write_through_another_view(x: Tensor, tokens: Tensor, model: nn.Module) -> Tensor:
+    base = x * 1.0
+    first = base[:, :3]
+    base[:, 1].fill_(0.5)
+    return x + first.mean(1, keepdim=True)
+
+
+@statement
 def add_to_slice(x: Tensor, tokens: Tensor, model: nn.Module) -> Tensor:
     x = x.clone()
     x[:, 3:7] += 1.5
