@@ -30,6 +30,7 @@ def run(module: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.soak
 def test_two_tiny_models_are_measured_predicted_and_not_measured_again(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     arguments = (str(results), *TWO, "--tiny", "--device", "cpu")
