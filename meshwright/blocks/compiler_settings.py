@@ -47,7 +47,9 @@ def _leave_out_logging() -> Callable[[], None]:
     """Makes the compiler leave out calls of loggers, for which it would compile a function in parts. Returns the
     function that undoes this."""
     config: Any = torch._dynamo.config
-    before = config.ignore_logging_functions
+    before = getattr(config, "ignore_logging_functions", None)
+    if before is None:  # another version of torch: such a function is compiled in parts
+        return lambda: None
     config.ignore_logging_functions = _LoggerMethods(before)
 
     def undo() -> None:
@@ -66,7 +68,9 @@ def _trace_cross_entropies() -> Callable[[], None]:
     from torch._dynamo.variables.user_defined import UserDefinedClassVariable
 
     kind: Any = UserDefinedClassVariable
-    original = kind._call_cross_entropy_loss
+    original = getattr(kind, "_call_cross_entropy_loss", None)
+    if original is None:  # another version of torch
+        return lambda: None
 
     def make_loss(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         options = {**dict(zip(_LOSS_OPTIONS, args, strict=False)), **kwargs}

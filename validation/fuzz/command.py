@@ -87,6 +87,8 @@ def _replay(files: list[Path], shrinks: bool) -> None:
 def _count(files: list[Path]) -> None:
     """Adds the results of these files to the counts of the repository. Programs that were wrong or crashed are run
     again, and count as they end now."""
+    if missing := [str(file) for file in files if not file.is_file()]:
+        sys.exit(f"there is no file {', '.join(missing)}")
     rows, pools = [row for file in files for row in read_rows(file)], Pools()
     try:
         for number, row in enumerate(rows):
