@@ -347,10 +347,10 @@ def is_backward_error_of_compiled_code(error: Exception) -> bool:
 
 def was_compiling(error: BaseException) -> bool:
     """Whether the error was raised while the compiler was at work: also one of the device, such as too little memory.
-    A backward pass is compiled when it runs for the first time."""
+    A backward pass is compiled when it runs for the first time, by a function of common.py for every backend."""
     frames = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
     return any(
-        code.co_filename.endswith("_dynamo/convert_frame.py")
+        code.co_filename.endswith(("_dynamo/convert_frame.py", "_dynamo/backends/common.py"))
         or (code.co_filename.endswith("_inductor/compile_fx.py") and "compile" in code.co_name)
         for code in frames
     )

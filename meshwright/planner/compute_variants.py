@@ -106,9 +106,9 @@ def variants_to_time(
     """Returns variants of the `compute` fields of a plan that the search has found, with their predicted seconds per
     step; None where no prediction is possible. Those that are ready sooner come first: the eager step; the eager step
     with other kernels for images and with a fused optimizer; the compiled model (or its blocks, where only these can be
-    compiled); and the fastest others by prediction, the plan itself among them. Every plan is accepted by
-    `inputs.check_plan`, and is predicted to fit if it has a prediction. Empty if plans may change nothing but the order
-    of sums."""
+    compiled); each of these with CUDA graphs of the whole step, which take no second compilation; and the fastest
+    others by prediction, the plan itself among them. Every plan is accepted by `inputs.check_plan`, and is predicted to
+    fit if it has a prediction. Empty if plans may change nothing but the order of sums."""
     if inputs.allow == "same":
         return []
     eager = _with_compute(plan, _EAGER)
@@ -128,6 +128,9 @@ def variants_to_time(
         others.append(_with_compute(start, choice["compute"]))
     on_gpu = inputs.cluster.kind == "cuda"
     timed = [*_accepted(uncompiled, inputs, predict), *_accepted(whole, inputs, predict if on_gpu else None)]
+    if on_gpu and inputs.device.has_graphs and plan.world_size == 1:
+        captured = [_with_compute(variant, {"cuda_graphs": True}) for variant, _ in timed]
+        timed += _accepted(captured, inputs, predict)
     known = [variant for variant, _ in timed]
     predicted = [item for item in _accepted(others, inputs, predict) if item[0] not in known]
     shortest_s = min((seconds for _, seconds in (*predicted, *timed) if seconds is not None), default=0.0)

@@ -123,7 +123,7 @@ class Session(OwnLoop):
         self.skipped_steps = 0
         # Captures forward and backward passes of a single rank. With several ranks, compiled code captures itself.
         captures = plan.compute.cuda_graphs and plan.processes == 1 and world.device.type == "cuda"
-        self._graphs = StepGraphs(self._run_forward_backward, self.module, world.device) if captures else None
+        self.graphs = StepGraphs(self._run_forward_backward, self.module, world.device) if captures else None
         self._forward_backward = ForwardBackward(self._parallel, self._loss, self.loss_scale, report)
         self._evaluator = Evaluator(self._parallel, self._loss, self._gather_samples, self._example, world.size)
         self.parts: int | None = None
@@ -220,8 +220,8 @@ class Session(OwnLoop):
         examples = [(self._example(part.data, part.width), part.samples) for part in microbatches]
         if self.plan.axes.pipeline > 1:  # a short batch may have too few: the last one is repeated with weight 0
             examples += [(examples[-1][0], 0)] * (self.plan.microbatches - len(examples))
-        if self._graphs is not None:
-            loss = self._graphs(examples, samples, self.loss_scale.value if self.loss_scale else None)
+        if self.graphs is not None:
+            loss = self.graphs(examples, samples, self.loss_scale.value if self.loss_scale else None)
         else:
             loss = self._run_forward_backward(examples, samples)
         self._report("optimizer")

@@ -1,12 +1,13 @@
 """The private interfaces of torch that training uses, in one place. Seen to work on torch 2.11, 2.13 and 2.15."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.modules import batchnorm, dropout
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -22,6 +23,7 @@ __all__ = [
     "foreach_div_",
     "foreach_mul_",
     "foreach_norm",
+    "forget_gradient_accumulators",
     "forgetting_compiled_code",
     "is_refused_compilation",
     "record_memory_history",
@@ -122,6 +124,20 @@ def release_pool(device: torch.device, pool: Any) -> None:
     """Gives a pool up, so that `empty_cache` returns its memory."""
     with suppress(RuntimeError):
         torch._C._cuda_releasePool(device.index or 0, pool)
+
+
+def forget_gradient_accumulators(parameters: Iterable[nn.Parameter]) -> None:
+    """Makes autograd add gradients on the stream on which the parameters are used next. It adds them on the stream of
+    their first use, as long as any result of that use exists: a graph cannot be captured if a script has kept the
+    output of an earlier forward pass.
+
+    Autograd forgets the old node when the data of a parameter moves to another device; the data itself does not move.
+    """
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.is_cuda and type(parameter.data) is Tensor:
+            data = parameter.data
+            parameter.data = torch.empty(0, dtype=data.dtype)
+            parameter.data = data
 
 
 def without_compiler() -> AbstractContextManager[Any]:

@@ -125,6 +125,21 @@ def test_a_model_of_one_shape_that_can_be_traced_gives_no_warning() -> None:
     assert texts == []
 
 
+def test_too_little_memory_for_compiling_a_backward_pass_trains_uncompiled() -> None:
+    from torch._dynamo.backends.common import aot_autograd
+
+    def fail(graph: Any, inputs: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    expected, _ = train("none", Net, EQUAL)
+    with compiling_with(aot_autograd(fw_compiler=lambda graph, inputs: graph.forward, bw_compiler=fail)):
+        losses, texts = train("model", Net, EQUAL)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    (text,) = texts
+    assert "compiling failed" in text
+    assert "out of memory" in text
+
+
 def test_a_loss_that_differentiates_twice_trains_uncompiled() -> None:
     expected, _ = train("none", Penalized, EQUAL, penalty)
     with compiling_with("aot_eager"):

@@ -20,7 +20,12 @@ from meshwright.train.step.batch import map_tensors, tensors_in
 from meshwright.train.step.graphs.capture import capture
 from meshwright.train.step.graphs.recomputed_randomness import RecomputedRandomness
 from meshwright.train.step.graphs.step_state import HostRandomness, StepState
-from meshwright.train.torch_private import compiled_generators, is_refused_compilation, without_compiler
+from meshwright.train.torch_private import (
+    compiled_generators,
+    forget_gradient_accumulators,
+    is_refused_compilation,
+    without_compiler,
+)
 
 Examples = list[tuple[ModelBatch, int]]
 # Called with the microbatches, the samples of the global batch, and whether to go on with what is left if the compiler
@@ -60,18 +65,20 @@ class StepGraphs:
         self._runs: dict[_Key, int] = {}  # how often each key ran without a graph
         self._captured: dict[_Key, _CapturedStep] = {}
         self._stream = _side_stream(device)
-        self._capture_failed = False
         self._generators: list[torch.Generator] = []  # those of compiled code that recomputes layers
         self._where = ""  # the module in which the last capture failed
+        self._is_paused = False
+        self.failure: str | None = None  # why steps are not captured
+        forget_gradient_accumulators(self._parameters)
 
     def __call__(self, examples: Examples, samples: int | None, *constants: Hashable) -> Tensor:
         key: _Key = (_shapes(examples), samples, constants)
-        if key not in self._captured:
+        if key not in self._captured or self._is_paused:
             # Graphs with other constants, such as an earlier loss scale, are unlikely to be needed again.
             self._captured = {old: graph for old, graph in self._captured.items() if old[2] == constants}
             self._runs[key] = self._runs.get(key, 0) + 1
             is_warm = self._runs[key] > _WARM_UP_STEPS
-            may_capture = not self._capture_failed and is_warm and len(self._captured) < _MAX_GRAPHS
+            may_capture = not (self._is_paused or self.failure) and is_warm and len(self._captured) < _MAX_GRAPHS
             if not may_capture or not self._capture(key, examples, samples):
                 return self._run_without_graph(examples, samples)
         captured = self._captured[key]
@@ -84,9 +91,19 @@ class StepGraphs:
             parameter.grad = gradient
         return captured.loss.clone()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within this context, steps run without graphs, and none is captured."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
     def _capture(self, key: _Key, examples: Examples, samples: int | None) -> bool:
         """Captures a step. Returns False when that fails; from then on all steps run without graphs."""
         state = StepState(self._module, self._device)
+        forget_gradient_accumulators(self._parameters)
         try:
             static = [(ModelBatch(*map_tensors(Tensor.clone, _parts(example))), count) for example, count in examples]
             # On the very tensors that the graph will read, so that whatever depends on them is compiled now.
@@ -101,18 +118,14 @@ class StepGraphs:
         except Exception as error:
             # For example, the step reads a value on the host, or a graph of its own memory does not fit beside that of
             # the steps before. It can still run without a graph.
-            self._capture_failed = True
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            where, self._where = self._where, ""
+            self.failure, self._where = f"the step cannot be captured{self._where} ({reason})", ""
         else:
             return True
         torch.cuda.synchronize()
         state.restore()
         torch.cuda.empty_cache()
-        message = (
-            f"plan.compute.cuda_graphs: the step cannot be captured{where} ({reason}), running without CUDA graphs"
-        )
-        warnings.warn(message, stacklevel=3)
+        warnings.warn(f"plan.compute.cuda_graphs: {self.failure}, running without CUDA graphs", stacklevel=3)
         return False
 
     def _rehearse(

@@ -44,13 +44,19 @@ def measure_in_process(make_session: MakeSession, batches: TakeBatches, world: W
 
     def measure(plan: Plan, limit_s: float, finds_spread: bool) -> list[Timing]:
         timing = _time_here(plan, make_session, batches, world, limit_s, finds_spread)
-        return [Timing(**{**values, "losses": tuple(values["losses"])}) for values in all_gather_values(_plain(timing))]
+        return [_from_plain(values) for values in all_gather_values(_plain(timing))]
 
     return measure
 
 
 def _plain(timing: Timing) -> dict[str, Any]:
-    return {**asdict(timing), "losses": [*timing.losses]}
+    replayed = None if timing.replayed is None else [*timing.replayed]
+    return {**asdict(timing), "losses": [*timing.losses], "replayed": replayed}
+
+
+def _from_plain(values: dict[str, Any]) -> Timing:
+    replayed = None if values["replayed"] is None else tuple(values["replayed"])
+    return Timing(**{**values, "losses": tuple(values["losses"]), "replayed": replayed})
 
 
 def _time_here(
@@ -64,8 +70,7 @@ def _time_here(
     own_plan = plan_of_rank(plan)
     assert own_plan is not None, "plans that divide the model are not timed"
     begin = perf_counter()
-    result: tuple[float, tuple[float, ...], float] | None = None
-    failure = None
+    timing = Timing()
     compiles = plan.compute.compile != "none"
     with unchanged_process(world.device), forgetting_compiled_code() if compiles else nullcontext():
         try:
@@ -73,14 +78,14 @@ def _time_here(
                 alone = World(0, world.local_rank, 1, 1, 0, world.device, None)
                 session = make_session(own_plan, alone)
                 on_device = [map_tensors(lambda tensor: tensor.to(world.device), batch) for batch in batches(session)]
-                result = time_steps(session, on_device, finds_spread)
+                time_steps(session, on_device, finds_spread, timing)
         except LimitReached:
             pass
         except Exception as error:  # whatever the model or the compiler raises: this variant cannot be taken
-            failure = first_line(error)
+            timing.failure = first_line(error)
         session = on_device = None  # type: ignore[assignment]
-    step_s, losses, spread = result or (None, (), 0.0)
-    return Timing(perf_counter() - begin, step_s, losses, spread, failure)
+    timing.seconds = perf_counter() - begin
+    return timing
 
 
 @contextmanager

@@ -120,4 +120,6 @@ def _measure(job: Job, plan: Plan, world: World, samples: int, batches: list[Any
     with compiling_as_in(plan):
         session = build_session(job, own_plan, world, lambda activity: None)
         batches += [] if batches else first_batches(job, session, samples)
-        return Timing(0.0, *time_steps(session, batches, finds_spread))
+        timing = Timing()
+        time_steps(session, batches, finds_spread, timing)
+        return timing

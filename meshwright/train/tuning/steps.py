@@ -21,10 +21,12 @@ from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Memory, NumericsGroup
 from meshwright.train.session import Session
 from meshwright.train.step.batch import map_tensors, samples_in
+from meshwright.train.step.cuda_graphs import StepGraphs
 from meshwright.train.torch_private import compiles_with_cuda_graphs
+from meshwright.train.tuning.variants import Timing
 
 _CHECKED_LOSSES = 3
-_WARM_UP_STEPS, _LONG_WARM_UP_STEPS = _CHECKED_LOSSES, 5  # CUDA graphs are captured in the fourth step
+_WARM_UP_STEPS, _LONG_WARM_UP_STEPS = _CHECKED_LOSSES, 5  # compiled code captures graphs of its own in its first steps
 # Rounds of steps: each of up to so many steps in so many seconds, and more than the least number only within `_MOST_S`.
 _LEAST_ROUNDS, _MOST_ROUNDS, _MOST_STEPS, _ROUND_S, _MOST_S = 3, 5, 10, 0.2, 2.0
 _SPREAD_STEPS = 3
@@ -68,42 +70,85 @@ def batch_of_size(batch: Any, samples: int) -> Any:
     return map_tensors(take, batch)
 
 
-def time_steps(session: Session, batches: Sequence[Any], finds_spread: bool) -> tuple[float, tuple[float, ...], float]:
-    """Trains the session on the batches in turn. Returns the median seconds of a step, the losses of the first steps,
-    and with `finds_spread` by how much the loss differs between steps with the same weights and other random numbers.
-    Raises an `InputError` if nothing is compiled although the plan says so."""
-    compute, losses = session.plan.compute, []
-    is_eager = compute.compile == "none" and not compute.cuda_graphs
-    # The backward pass runs on this thread, so that it can be interrupted while it compiles.
-    with torch.autograd.set_multithreading_enabled(False):
-        for number in range(_WARM_UP_STEPS if is_eager else _LONG_WARM_UP_STEPS):
-            losses.append(float(session.step(batches[number % len(batches)])))
-    if compute.compile != "none" and not session.parallel.compilation.is_on:
-        raise InputError("the compiler refuses all of it")
-    begin = perf_counter()
-    _run(session, batches, 1)
-    steps = max(1, min(_MOST_STEPS, int(_ROUND_S / (perf_counter() - begin))))
-    # A loss that is read waits for the device: not after each step, because training does not do so either.
+def time_steps(session: Session, batches: Sequence[Any], finds_spread: bool, timing: Timing) -> None:
+    """Trains the session on the batches in turn, and writes into `timing` what they show. With CUDA graphs of the whole
+    step, steps are timed before they are captured, and again afterwards, so that one compilation serves both. Raises an
+    `InputError` if nothing is compiled although the plan says so."""
+    compute, losses, graphs = session.plan.compute, list[float](), session.graphs
+    is_eager = compute.compile == "none" and (graphs is not None or not compute.cuda_graphs)
+    with graphs.paused() if graphs is not None else nullcontext():
+        # The backward pass runs on this thread, so that it can be interrupted while it compiles.
+        with torch.autograd.set_multithreading_enabled(False):
+            for number in range(_WARM_UP_STEPS if is_eager else _LONG_WARM_UP_STEPS):
+                losses.append(float(session.step(batches[number % len(batches)])))
+        if compute.compile != "none" and not session.parallel.compilation.is_on:
+            raise InputError("the compiler refuses all of it")
+        timing.losses = tuple(losses[:_CHECKED_LOSSES])
+        step_s = _median_step_s(session, batches)
+        timing.spread = _spread(session, batches[0]) if finds_spread else 0.0
+    if graphs is None:
+        timing.step_s = step_s
+        return
+    timing.uncaptured_s = step_s
+    for batch in batches:
+        session.step(batch)
+    if graphs.failure is not None:
+        timing.failure = graphs.failure
+        return
+    step_s = _median_step_s(session, batches)
+    timing.replayed = _replayed(session, graphs, batches[0])
+    timing.step_s = step_s
+
+
+def _median_step_s(session: Session, batches: Sequence[Any]) -> float:
+    steps = max(1, min(_MOST_STEPS, int(_ROUND_S / _run(session, batches, 1))))
     rounds: list[float] = []
     while len(rounds) < _LEAST_ROUNDS or (len(rounds) < _MOST_ROUNDS and sum(rounds) < _MOST_S):
         rounds.append(_run(session, batches, steps))
-    spread = _spread(session, batches[0]) if finds_spread else 0.0
-    return median(rounds) / steps, tuple(losses[:_CHECKED_LOSSES]), spread
+    return median(rounds) / steps
 
 
 def _run(session: Session, batches: Sequence[Any], steps: int) -> float:
-    """Returns the seconds of so many steps."""
-    begin = perf_counter()
+    """Returns the seconds of so many steps in a row. A loss that is read waits for the device: not after each step,
+    because training does not do so either. On a GPU a step before them keeps the device busy, so that they do not begin
+    with its waiting for the host."""
+    if session.world.device.type != "cuda":
+        begin = perf_counter()
+        for number in range(steps):
+            loss = session.step(batches[number % len(batches)])
+        float(loss)
+        return perf_counter() - begin
+    session.step(batches[-1])
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    first.record()
     for number in range(steps):
-        loss = session.step(batches[number % len(batches)])
-    float(loss)
-    return perf_counter() - begin
+        session.step(batches[number % len(batches)])
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last) / 1e3
+
+
+def _replayed(session: Session, graphs: StepGraphs, batch: Any) -> tuple[float, float]:
+    """Returns the loss of a replayed step, and that of the same step without the graph. Both have the same weights and
+    the same random numbers."""
+    number = session.steps
+    _stop_learning(session)
+    replayed = float(session.step(batch))
+    session.steps = number
+    _stop_learning(session)
+    with graphs.paused():
+        return replayed, float(session.step(batch))
 
 
 def _spread(session: Session, batch: Any) -> float:
     losses = []
     for _ in range(_SPREAD_STEPS):
-        for group in session.optimizer.param_groups:  # each time, because a schedule sets it after each step
-            group["lr"] = torch.zeros_like(rate) if isinstance(rate := group.get("lr"), torch.Tensor) else 0.0
+        _stop_learning(session)
         losses.append(float(session.step(batch)))
     return max(losses) - min(losses)
+
+
+def _stop_learning(session: Session) -> None:
+    """Makes the next update of the weights change nothing. A schedule sets the rate again after each step."""
+    for group in session.optimizer.param_groups:
+        group["lr"] = torch.zeros_like(rate) if isinstance(rate := group.get("lr"), torch.Tensor) else 0.0

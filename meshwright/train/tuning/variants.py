@@ -1,8 +1,10 @@
 """Which variant of the `compute` fields of a plan is taken, by timing a few steps of each within a budget.
 
     variants    in the order in which they are ready: eager steps first, compiled ones after them
-    measured    each until its timing would take it beyond the budget. A variant that fails on a rank, or whose losses
-                are not those of the first variant that was measured (the eager one), is left out on all ranks
+    measured    each until its timing would take it beyond the budget; one that differs from another only in CUDA graphs
+                of the whole step together with it, because they are compiled alike. A variant that fails on a rank, or
+                whose losses are not those of the first variant that was measured (the eager one), is left out on all
+                ranks
     taken       the one whose slowest rank has the shortest step; of equally fast ones (`_LEAST_GAIN`) the first
     beyond      if the budget is used up before the compiled model was timed: the compiled model, if predictions
                 prefer it to what was measured, or to eager steps where nothing was
@@ -12,8 +14,8 @@ every rank, so that all ranks decide alike.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -25,7 +27,7 @@ from meshwright.progress import phase
 LONGEST_BUDGET_S = 60.0  # the default, and of a run of unknown length
 _SHARE_OF_RUN = 0.05  # tuning takes at most this share of the run's predicted time
 LEAST_BUDGET_S = 1.0  # in less, hardly anything can be timed
-_LEAST_GAIN = 0.01  # the medians of measured steps differ by about as much from one measurement to the next
+_LEAST_GAIN = 0.005  # the medians of measured steps differ by about as much from one measurement to the next
 # Measured on the host of an H200: VGG16 15 s, ResNet-50 55 s, GPT-2 with 48 blocks 145 s. Kernels that an earlier run
 # has compiled are read from a cache, and equal blocks are traced once, so it may well take half of it.
 _COMPILE_S, _COMPILE_S_PER_LAYER = 10.0, 0.3
@@ -45,24 +47,35 @@ class Variant:
     predicted_s: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Timing:
-    """What timing a variant has shown on one rank.
+    """What timing a variant has shown on one rank so far.
 
-    seconds     what the timing took, with building the model and compiling it
-    step_s      the median seconds of a step; None if it could not be timed
-    losses      of the first steps
-    spread      by how much the loss differs if only the random numbers of the step differ; 0 if it was not looked at
-    failure     why it could not be timed; None if it could, or if it was not finished
+    seconds       what the timing took, with building the model and compiling it
+    step_s        the median seconds of a step; None if it could not be timed
+    losses        of the first steps
+    spread        by how much the loss differs if only the random numbers of the step differ; 0 if it was not looked at
+    failure       why it could not be timed; None if it could, or if it was not finished
+    uncaptured_s  for a variant with CUDA graphs of the whole step: the median seconds of a step without them
+    replayed      for such a variant: the loss of a replayed step, and that of the same step without the graph
     """
 
-    seconds: float
+    seconds: float = 0.0
     step_s: float | None = None
     losses: tuple[float, ...] = ()
     spread: float = 0.0
     failure: str | None = None
+    uncaptured_s: float | None = None
+    replayed: tuple[float, float] | None = None
+
+    @property
+    def without_graphs(self) -> "Timing":
+        """The timing of the variant without CUDA graphs, which it contains."""
+        failure = self.failure if self.uncaptured_s is None else None
+        return replace(self, step_s=self.uncaptured_s, failure=failure, uncaptured_s=None, replayed=None)
 
 
+_Named = tuple[Variant, str]  # with its name
 _Measured = tuple[float, Variant, str]  # the seconds of a step on the slowest rank, and the name
 Measure = Callable[[Plan, float, bool], Sequence[Timing]]
 """Times a variant on all ranks within so many seconds, and returns the timings by rank. The last argument says whether
@@ -113,11 +126,13 @@ def fastest_variant(
     """Times the variants of a plan and returns the fastest. Compiling one is expected to take `compile_s`. `notify` is
     called with a line for each variant that is left out because of what it does."""
     measurements = _Measurements(measure, budget_s, compile_s, notify)
-    for variant, name in zip(variants, variant_names([variant.plan for variant in variants]), strict=True):
-        measurements.add(variant, name)
+    names = variant_names([variant.plan for variant in variants])
+    for group in _compiled_alike(list(zip(variants, names, strict=True))):
+        measurements.add(group)
     measured, unfinished = measurements.measured, measurements.unfinished
     if (combined := _combined(measured)) is not None:
-        measurements.add(combined, variant_names([*(variant.plan for variant in variants), combined.plan])[-1])
+        name = variant_names([*(variant.plan for variant in variants), combined.plan])[-1]
+        measurements.add([(combined, name)])
     whole = next((v for v in variants if v.plan.compute.compile != "none" and not v.plan.compute.cuda_graphs), None)
     taken, note = _taken(plan, measured, whole if whole in unfinished else None)
     line = _describe(measured, measurements.spent_s, note)
@@ -140,25 +155,51 @@ class _Measurements:
     _eager: Sequence[Timing] | None = None
     _failures: list[str] = field(default_factory=list)
 
-    def add(self, variant: Variant, name: str) -> None:
-        """Measures a variant, if there is time."""
+    def add(self, group: Sequence[_Named]) -> None:
+        """Measures a variant, or two of which the second has CUDA graphs besides, if there is time."""
+        variant, name = group[-1]
         left_s, compiles = self.budget_s - self.spent_s, variant.plan.compute.compile != "none"
         is_too_long = left_s < LEAST_BUDGET_S or (compiles and self.compile_s > _COMPILES_WITHIN * left_s)
         fails_always = not self.measured and len(self._failures) > len(set(self._failures))
         if is_too_long or fails_always:
-            self.unfinished.append(variant)
+            self.unfinished += [variant for variant, _ in group]
             return
-        with phase(f"timing steps: {name}", self.compile_s if compiles else None):
+        with phase(f"timing steps: {group[0][1]}", self.compile_s if compiles else None):
             timings = self.measure(variant.plan, left_s, self._eager is None)
         self.spent_s += max(timing.seconds for timing in timings)
+        if len(group) > 1:  # both are in these timings
+            without = [timing.without_graphs for timing in timings]
+            if not self._note(*group[0], without):
+                return  # what is wrong without CUDA graphs is wrong with them
+        self._note(variant, name, timings)
+
+    def _note(self, variant: Variant, name: str, timings: Sequence[Timing]) -> bool:
+        """Notes what was measured. Returns whether the variant may be taken."""
         if reason := _reason_to_leave_out(timings, self._eager, variant.plan):
             self._failures.append(reason)
             self.notify(f"{name} is left out: {reason}")
-        elif any(timing.step_s is None for timing in timings):
+            return False
+        if any(timing.step_s is None for timing in timings):
             self.unfinished.append(variant)
-        else:
-            self._eager = self._eager or timings
-            self.measured.append((max(timing.step_s or 0.0 for timing in timings), variant, name))
+            return True
+        self._eager = self._eager or timings
+        self.measured.append((max(timing.step_s or 0.0 for timing in timings), variant, name))
+        return True
+
+
+def _compiled_alike(named: Sequence[_Named]) -> Iterator[Sequence[_Named]]:
+    """Yields each variant, together with the one that has CUDA graphs of the whole step besides."""
+    taken: list[Plan] = []
+    for variant, name in named:
+        plan = variant.plan
+        if plan in taken:
+            continue
+        captured = plan.model_copy(update={"compute": plan.compute.model_copy(update={"cuda_graphs": True})})
+        group = [(variant, name)]
+        if plan.processes == 1 and not plan.compute.cuda_graphs:
+            group += [other for other in named if other[0].plan == captured]
+        taken += [member.plan for member, _ in group]
+        yield group
 
 
 def _combined(measured: Sequence[_Measured]) -> Variant | None:
@@ -212,6 +253,11 @@ def _reason_to_leave_out(timings: Sequence[Timing], reference: Sequence[Timing] 
             return timing.failure + place
     if reference is None or any(timing.step_s is None for timing in timings):
         return None
+    for timing, place in zip(timings, where, strict=True):
+        if timing.replayed is not None:
+            loss, expected = timing.replayed
+            if not _is_same_loss(loss, expected, reference[0], 0, str(plan.numerics.precision)):
+                return f"the loss of a replayed step is {loss:.6g}, and {expected:.6g} without CUDA graphs{place}"
     for timing, eager, place in zip(timings, reference, where, strict=True):
         for number, (loss, expected) in enumerate(zip(timing.losses, eager.losses, strict=False)):
             if not _is_same_loss(loss, expected, eager, number, str(plan.numerics.precision)):

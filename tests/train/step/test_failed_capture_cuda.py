@@ -168,7 +168,7 @@ def assert_as_if_nothing_was_tried(model: nn.Module, compute: dict[str, Any], pl
     assert losses == expected
     for name, value in expected_state.items():
         assert torch.equal(state[name], value), name
-    assert session._graphs is None or not session._graphs._captured
+    assert session.graphs is None or not session.graphs._captured
     return texts
 
 
@@ -207,8 +207,8 @@ def test_random_recurrent_and_recomputed_layers_are_captured(middle: type[nn.Mod
     losses, state, texts, session = train(model_of(middle), GRAPHS)
     expected, expected_state, _, _ = train(model_of(middle), {})
     assert texts == []
-    assert session._graphs is not None
-    assert len(session._graphs._captured) == 1
+    assert session.graphs is not None
+    assert len(session.graphs._captured) == 1
     if middle is Recurrent:  # the state of cuDNN's dropout is drawn once
         assert losses[0] == pytest.approx(expected[0], rel=1e-4)
         assert all(torch.isfinite(value).all() for value in state.values())
@@ -216,6 +216,24 @@ def test_random_recurrent_and_recomputed_layers_are_captured(middle: type[nn.Mod
     assert losses == pytest.approx(expected, rel=1e-4)
     for name, value in expected_state.items():
         torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_a_script_that_keeps_an_earlier_output_is_captured() -> None:
+    """Autograd adds gradients on the stream of the first use of a weight, as long as a result of that use exists."""
+    generator = torch.Generator().manual_seed(1)
+    batch = (torch.randn(SAMPLES, WIDTH, generator=generator), torch.arange(SAMPLES) % 3)
+    losses = []
+    for keeps in (False, True):
+        session = session_of(model_of(), GRAPHS)
+        kept = [session.module(batch[0].cuda())] if keeps else []
+        losses.append([float(session.step(batch)) for _ in range(2)])
+        kept += [session.module(batch[0].cuda())] if keeps else []
+        losses[-1] += [float(session.step(batch)) for _ in range(5)]
+        assert session.graphs is not None
+        assert session.graphs.failure is None
+        assert len(session.graphs._captured) == 1
+        assert len(kept) == 2 * keeps
+    assert all(torch.isfinite(torch.tensor(losses[1])))
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
@@ -233,8 +251,8 @@ def test_blocks_that_a_plan_recomputes_are_captured(recompute: str) -> None:
             world=World(0, 0, 1, 1, 0, torch.device("cuda", 0), None),
         )
         results.append([float(session.step(batch)) for _ in range(STEPS)])
-    assert session._graphs is not None
-    assert len(session._graphs._captured) == 1
+    assert session.graphs is not None
+    assert len(session.graphs._captured) == 1
     assert results[1] == pytest.approx(results[0], rel=1e-4)
 
 
@@ -272,8 +290,8 @@ def test_a_compiled_step_is_captured() -> None:
     torch._dynamo.reset()
     losses, _, texts, session = train(model_of(), {"compile": "model", "cuda_graphs": True})
     assert texts == []
-    assert session._graphs is not None
-    assert len(session._graphs._captured) == 1
+    assert session.graphs is not None
+    assert len(session.graphs._captured) == 1
     assert losses[0] == pytest.approx(train(model_of(), {"compile": "model"})[0][0], rel=1e-4)
 
 
@@ -301,6 +319,6 @@ def test_nothing_is_compiled_during_a_capture() -> None:
         warnings.filterwarnings("error", message="plan.compute")  # torch has warnings of its own
         for _ in range(STEPS):
             session.step((x, y))
-    assert session._graphs is not None
-    assert len(session._graphs._captured) == 1
+    assert session.graphs is not None
+    assert len(session.graphs._captured) == 1
     assert cuda_graphs.is_refused_compilation(RuntimeError("stance is 'fail_on_recompile'"))

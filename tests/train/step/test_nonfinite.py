@@ -268,4 +268,4 @@ def test_on_a_gpu_a_skipped_step_changes_nothing(compute: dict[str, Any]) -> Non
         session.step((x * factor, y))
         assert equal_states(session.state_dict(), before) == (factor != 1)
     assert session.skipped_steps == 2
-    assert (session._graphs is not None and len(session._graphs._captured) == 1) == bool(compute)
+    assert (session.graphs is not None and len(session.graphs._captured) == 1) == bool(compute)

@@ -47,8 +47,8 @@ def test_recorded_steps_are_those_of_eager_ones() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         recorded, theirs = trained({"compute": {"cuda_graphs": True}}, sizes)
-    assert theirs._graphs is not None
-    assert len(theirs._graphs._captured) == 1, "the steps of eight samples were recorded"
+    assert theirs.graphs is not None
+    assert len(theirs.graphs._captured) == 1, "the steps of eight samples were recorded"
     assert recorded == pytest.approx(eager, rel=1e-5)
     for name, value in ours.state_dict().items():
         torch.testing.assert_close(theirs.state_dict()[name], value, rtol=1e-4, atol=1e-5)

@@ -9,6 +9,7 @@ What a failed `torch.cuda.graph` leaves behind, and what is done about it (torch
     tensors of the pool live in the error's frames      the frames are cleared                       _forget_frames()
 """
 
+import gc
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -40,6 +41,7 @@ def capture(
     for generator in generators:
         graph.register_generator_state(generator)
     torch.cuda.synchronize()
+    gc.collect()  # a tensor that is freed during a capture may end it
     torch.cuda.empty_cache()  # the graph cannot use cached blocks of the steps before
     with torch.cuda.stream(stream):
         try:
