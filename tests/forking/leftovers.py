@@ -3,6 +3,7 @@
 import ctypes
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
@@ -28,9 +29,11 @@ def adopt_orphans() -> None:
 def leaving_nothing(temporary: Path | None = None) -> Iterator[None]:
     """Raises an AssertionError if processes that are started within the context still run some seconds after it, or if
     there is a segment of shared memory of theirs, or a file in the folder `temporary`, if it is given. Fork servers and
-    ranks that tests share may go on."""
+    ranks that tests share may go on, and torch's processes that compile kernels are ended here."""
     before, segments = descendants(os.getpid()), _segments()
     yield
+    if (compiler := sys.modules.get("torch._inductor.async_compile")) is not None:
+        compiler.shutdown_compile_workers()
     kept, tracker = fork_server._kept, vars(resource_tracker._resource_tracker)  # both end with this process
     shared = {*server_ids(), *shared_rank_ids(), *([kept.server._end.pid] if kept else []), tracker["_pid"]}
     started = {process for process in descendants(os.getpid()) - before if process.pid not in shared}

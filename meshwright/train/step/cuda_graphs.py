@@ -19,6 +19,7 @@ from meshwright.blocks.failed_module import where_it_failed
 from meshwright.train.step.batch import map_tensors, tensors_in
 from meshwright.train.step.graphs.capture import capture
 from meshwright.train.step.graphs.recomputed_randomness import RecomputedRandomness
+from meshwright.train.step.graphs.recurrent_dropout import prepare_recurrent_dropout
 from meshwright.train.step.graphs.step_state import HostRandomness, StepState
 from meshwright.train.torch_private import (
     compiled_generators,
@@ -158,6 +159,7 @@ class StepGraphs:
             return loss, tuple(parameter.grad for parameter in self._parameters)
 
         try:
+            prepare_recurrent_dropout(self._module, torch.cuda.default_generators[self._device.index or 0])
             graph, (loss, gradients) = capture(run, self._stream, [*self._generators, *randomness.make_spares()])
         except Exception:
             state.restore()

@@ -6,8 +6,9 @@
                 whose losses are not those of the first variant that was measured (the eager one), is left out on all
                 ranks
     taken       the one whose slowest rank has the shortest step; of equally fast ones (`_LEAST_GAIN`) the first
-    beyond      if the budget is used up before the compiled model was timed: the compiled model, if predictions
-                prefer it to what was measured, or to eager steps where nothing was
+    beyond      if the budget is used up before the compiled model was timed: the compiled model, with or without CUDA
+                graphs as predictions prefer, with the optimizer and the layout of the fastest eager variant; if
+                predictions prefer it to what was measured, or to eager steps where nothing was
 
 This module only decides. What times a variant on the ranks is given as a function, which returns the same timings on
 every rank, so that all ranks decide alike.
@@ -133,11 +134,10 @@ def fastest_variant(
     if (combined := _combined(measured)) is not None:
         name = variant_names([*(variant.plan for variant in variants), combined.plan])[-1]
         measurements.add([(combined, name)])
-    whole = next((v for v in variants if v.plan.compute.compile != "none" and not v.plan.compute.cuda_graphs), None)
-    taken, note = _taken(plan, measured, whole if whole in unfinished else None)
+    taken, note = _taken(plan, measured, _best_compiled(variants, unfinished))
     line = _describe(measured, measurements.spent_s, note)
     if not line and taken != plan:
-        line = "the budget is too small to time variants: the model is compiled without CUDA graphs"
+        line = f"the budget is too small to time variants: {variant_names([taken])[0]}, as predictions prefer"
     return Choice(taken, line, not unfinished, bool(measured))
 
 
@@ -209,29 +209,49 @@ def _combined(measured: Sequence[_Measured]) -> Variant | None:
     eager = [item for item in measured if _is_eager(item[1])]
     if fastest is None or not eager or _is_eager(fastest[1]):
         return None
-    plan, kernels = fastest[1].plan, min(eager, key=lambda item: item[0])[1].plan.compute
+    combined = _with_kernels_of(min(eager, key=lambda item: item[0])[1].plan, fastest[1].plan)
+    return None if any(combined == variant.plan for _, variant, _ in measured) else Variant(combined)
+
+
+def _with_kernels_of(eager: Plan, plan: Plan) -> Plan:
+    """Returns the plan with the memory layout and the optimizer of another one, whose steps are eager."""
+    kernels = eager.compute
     fields: dict[str, Any] = {"fused_optimizer": kernels.fused_optimizer}
     if kernels.convolutions == "default":  # NNPACK's are not compiled
         fields["layout"] = kernels.layout
-    combined = plan.model_copy(update={"compute": plan.compute.model_copy(update=fields)})
-    return None if any(combined == variant.plan for _, variant, _ in measured) else Variant(combined)
+    return plan.model_copy(update={"compute": plan.compute.model_copy(update=fields)})
 
 
 def _is_eager(variant: Variant) -> bool:
     return variant.plan.compute.compile == "none" and not variant.plan.compute.cuda_graphs
 
 
-def _taken(plan: Plan, measured: Sequence[_Measured], whole: Variant | None) -> tuple[Plan, str]:
-    """Returns the plan that is taken, and what the line adds about it. `whole` is the compiled model, if it is beyond
-    the budget."""
+def _best_compiled(variants: Sequence[Variant], unfinished: Sequence[Variant]) -> Variant | None:
+    """Returns the compiled model, without or with CUDA graphs, whichever of those that are beyond the budget is
+    predicted to be faster; None if both were measured or left out."""
+    whole = next(
+        (v.plan for v in variants if v.plan.compute.compile != "none" and not v.plan.compute.cuda_graphs), None
+    )
+    if whole is None:
+        return None
+    captured = whole.model_copy(update={"compute": whole.compute.model_copy(update={"cuda_graphs": True})})
+    choices = [variant for variant in unfinished if variant.plan in (whole, captured)]
+    return min(choices, key=lambda variant: (variant.predicted_s or math.inf, variant.plan != whole), default=None)
+
+
+def _taken(plan: Plan, measured: Sequence[_Measured], compiled: Variant | None) -> tuple[Plan, str]:
+    """Returns the plan that is taken, and what the line adds about it. `compiled` is the compiled model that is beyond
+    the budget, if there is one."""
     if not measured:
-        compiles = plan.compute.compile != "none"
-        return (whole.plan if whole is not None and compiles else plan), ""
+        return (compiled.plan if compiled is not None and plan.compute.compile != "none" else plan), ""
     shortest_s = min(step_s for step_s, _, _ in measured)
     best = next(variant for step_s, variant, _ in measured if step_s <= (1 + _LEAST_GAIN) * shortest_s)
-    if whole is not None and (whole.predicted_s or math.inf) < (1 - _LEAST_GAIN) * (best.predicted_s or 0.0):
-        return whole.plan, "; the compiled model is beyond the budget and taken, as predictions prefer it"
-    return best.plan, ""
+    if compiled is None or (compiled.predicted_s or math.inf) >= (1 - _LEAST_GAIN) * (best.predicted_s or 0.0):
+        return best.plan, ""
+    eager = [item for item in measured if _is_eager(item[1])]
+    fastest_eager = min(eager, key=lambda item: item[0])[1].plan if eager else compiled.plan
+    taken = _with_kernels_of(fastest_eager, compiled.plan)
+    return taken, f"; {variant_names([taken])[0]} is beyond the budget and taken, as predictions prefer it"
 
 
 def _describe(measured: Sequence[_Measured], spent_s: float, note: str) -> str:

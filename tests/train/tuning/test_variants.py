@@ -198,6 +198,25 @@ def test_beyond_the_budget_the_compiled_model_is_taken_if_predictions_prefer_it(
     assert choice.line.endswith("taken, as predictions prefer it") == is_taken
 
 
+@pytest.mark.parametrize(("captured_s", "is_captured"), [(0.006, True), (0.008, False)])
+def test_beyond_the_budget_predictions_decide_on_cuda_graphs_and_eager_steps_on_the_optimizer(
+    captured_s: float, is_captured: bool
+) -> None:
+    timings = [(EAGER, ms(10)), (FUSED, ms(9)), (COMPILED, Timing()), (BOTH, Timing(60.0))]
+    predicted_s = {0: 0.010, 1: 0.010, 2: 0.008, 3: captured_s}
+    choice, _, measure = choose(timings, predicted_s=predicted_s)
+    assert measure.measured == [EAGER, FUSED, BOTH], "compiling has used up the budget"
+    assert choice.plan == plan_with(compile="model", cuda_graphs=is_captured, fused_optimizer=True)
+    name = "compiled with CUDA graphs" if is_captured else "compiled"
+    assert choice.line.endswith(f"; {name} is beyond the budget and taken, as predictions prefer it")
+
+
+def test_cuda_graphs_beyond_the_budget_are_taken_only_if_predictions_prefer_them_to_what_was_measured() -> None:
+    timings = [(EAGER, ms(9)), (COMPILED, ms(8)), (BOTH, replace(ms(8), step_s=None))]
+    assert choose(timings, predicted_s={0: 0.010, 1: 0.008, 2: 0.006})[0].plan == BOTH
+    assert choose(timings, predicted_s={0: 0.010, 1: 0.008, 2: 0.008})[0].plan == COMPILED
+
+
 def test_a_compiled_model_that_failed_is_not_taken() -> None:
     timings = [(EAGER, ms(10)), (COMPILED, Timing(5.0, failure="no triton"))]
     assert choose(timings, predicted_s={0: 0.01, 1: 0.005})[0].plan == EAGER
@@ -205,12 +224,13 @@ def test_a_compiled_model_that_failed_is_not_taken() -> None:
 
 @pytest.mark.parametrize(("found", "taken"), [(BOTH, COMPILED), (GRAPHS, GRAPHS), (EAGER, EAGER)])
 def test_without_a_budget_the_compiled_model_is_taken_if_the_search_compiles(found: Plan, taken: Plan) -> None:
+    """Without predictions, CUDA graphs are not preferred."""
     choice, lines, measure = choose([(EAGER, ms(1)), (COMPILED, ms(1)), (BOTH, ms(1))], found=found, budget_s=0.5)
     assert choice.plan == taken
     assert not measure.measured
     assert not lines
     assert not choice.is_measured
-    changed = "the budget is too small to time variants: the model is compiled without CUDA graphs"
+    changed = "the budget is too small to time variants: compiled, as predictions prefer"
     assert choice.line == (changed if found != taken else "")
 
 
