@@ -110,7 +110,9 @@ class ForwardBackward:
         total = self._start_total(examples, global_samples, divide)
         sums: list[Tensor] = []  # the sum of the loss and, if the loss function returns counts, the sum of the counts
         reductions: list[Callable[[], Sequence[Tensor]]] = []
-        counted: list[Any] = []  # by microbatch, what its gradients are divided by
+        # The count of a single microbatch that is the whole global batch is known before its backward pass. Hooks and
+        # custom functions, which need not be linear, then see the gradients that one device has.
+        is_whole = divide and ranks == 1 and len(examples) == 1
 
         def may_reduce_now(number: int) -> bool:
             """Whether to start reducing the sums before this microbatch's backward pass, to overlap with it. Pipeline
@@ -121,12 +123,8 @@ class ForwardBackward:
             term = self.loss.term_of(result, examples[number][1])
             terms = [term.sum] if term.returned_count is None else [term.sum, term.returned_count]
             sums[:] = [earlier + added for earlier, added in zip(sums, terms, strict=True)] if sums else terms
-            # The count of a single microbatch that is the whole global batch is known before its backward pass. Hooks
-            # and custom functions, which need not be linear, then see the gradients that one device has.
-            is_whole = divide and ranks == 1 and len(examples) == 1
             count = term.returned_count if is_whole else None
-            counted.append(total() if count is None else _nonzero(count).double())
-            scale = term.weight * ranks / counted[-1]
+            scale = term.weight * ranks / (total() if count is None else _nonzero(count).double())
             if may_reduce_now(number):
                 reductions.append(self._start_reducing(sums))
             self._report("backward")
@@ -144,7 +142,8 @@ class ForwardBackward:
             return loss_sum
         if not returns_count:
             return loss_sum / total()
-        return loss_sum / self._rescale_gradients(counted[-1] if counted else total(), count_sum)
+        # Ranks of earlier pipeline stages have not seen the count, but their gradients were divided by it, too.
+        return loss_sum / self._rescale_gradients(_nonzero(count_sum) if is_whole else total(), count_sum)
 
     def _rescale_gradients(self, assumed: Any, count: Tensor) -> Tensor:
         """Corrects the gradients of a loss function that returns its count. The count was not known before the backward

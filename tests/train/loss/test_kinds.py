@@ -182,6 +182,13 @@ def test_a_loss_in_microbatches_equals_one_device(two: RankPool, name: str) -> N
     check_equal(name, two.run(train, name, {"axes": {"shard": 2}, "memory": {"accumulation": 2}}, True))
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_of_a_pipeline_with_one_microbatch_equals_one_device(two: RankPool, name: str) -> None:
+    """The rank of the first stage computes no loss, so it does not see what the loss is divided by."""
+    pipeline = {"schedule": "gpipe", "microbatches": 1, "cuts": ["table"]}
+    check_equal(name, two.run(train, name, {"axes": {"pipeline": 2}, "pipeline": pipeline}, True))
+
+
 @pytest.mark.parametrize("name", [loss.__name__ for loss in COUPLED])
 def test_microbatches_of_a_loss_that_compares_samples_are_refused(name: str) -> None:
     with pytest.raises(InputError, match=r"compares all samples .* set memory\.accumulation"):
