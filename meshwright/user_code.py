@@ -72,7 +72,7 @@ def running_line() -> str:
         file = frame.f_code.co_filename
         if is_user_file(file):
             return f"{file}, line {frame.f_lineno}"
-        if not in_library and not _is_machinery(file):
+        if not in_library and not is_machinery(file):
             in_library = f"{file}, line {frame.f_lineno}"
         frame = frame.f_back
     return in_library or "the model's code"
@@ -85,7 +85,7 @@ def line_of_function(function: Any) -> str:
     return f"{code.co_filename}, line {code.co_firstlineno}" if code else ""
 
 
-def _is_machinery(file: str) -> bool:
+def is_machinery(file: str) -> bool:
     """Whether a file belongs to meshwright, to torch or to Python itself."""
     path, torch = Path(file), sys.modules.get("torch")
     if path.is_relative_to(_LIBRARY_FOLDERS[0]) or file.startswith("<"):

@@ -170,3 +170,15 @@ def compiled_generators(generators: list[torch.Generator]) -> Iterator[None]:
         yield
     finally:
         runtime_wrappers.initialize_rng_states = original
+
+
+def module_hooks(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """The hooks that were registered with a module, by their numbers: those of its forward pass and those of its
+    backward pass. A hook that is replaced in them is called in place of the old one."""
+    every: Any = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+    return tuple(every)
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """The tensors in nested lists, tuples and dicts."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]

@@ -2,6 +2,8 @@
 waits for one that has left can then say so; otherwise it would only see a broken connection, or none for a long time.
 
     left/RANK        how many steps the rank has made, and the error that has ended it, if there was one
+    waits/RANK       the line about a rank that has left and that this one waits for, which ends both with a failure
+    done/RANK        the rank has read what the others have written, and its store may end
 """
 
 import json
@@ -48,6 +50,35 @@ def find_departure(store: dist.Store, rank: int, size: int, *, waits: bool) -> D
                 return None
             time.sleep(_POLL_S)
     return None
+
+
+def tell_wait(store: dist.Store, rank: int, line: str) -> None:
+    """Tells a rank that has left that this one waits for it. Does nothing if their store is gone."""
+    with suppress(RuntimeError, OSError, ValueError):
+        write(store, f"waits/{rank}", line)
+
+
+def await_others(store: dist.Store, rank: int, size: int, limit_s: float) -> str | None:
+    """Waits until all other ranks have left, too, and at most `limit_s`. Returns the line of a rank that waits for this
+    one; None if none does."""
+    others = [other for other in range(size) if other != rank]
+    line = None
+    with suppress(RuntimeError, OSError, ValueError):  # the store is gone: the others have ended
+        deadline = time.monotonic() + limit_s
+        while line is None and time.monotonic() < deadline:
+            has_left = store.check([f"left/{other}" for other in others])
+            line = next(
+                (read(store, f"waits/{other}").decode() for other in others if store.check([f"waits/{other}"])), None
+            )
+            if has_left:
+                break
+            time.sleep(_POLL_S)
+        write(store, f"done/{rank}", "")
+        # The store is often in the process of rank 0.
+        deadline = time.monotonic() + (_WRITTEN_S if rank == 0 and line is None else 0.0)
+        while time.monotonic() < deadline and not store.check([f"done/{other}" for other in others]):
+            time.sleep(_POLL_S)
+    return line
 
 
 def describe_departure(left: Departure, rank: int, steps: int, activity: str, *, is_in_step: bool) -> str:

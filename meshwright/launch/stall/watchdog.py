@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from meshwright.launch.heartbeat import Heartbeat, describe_progress, heartbeat_file, read_heartbeat
 from meshwright.launch.stall.collection import Collection, Finding
-from meshwright.launch.stall.departure import Departure, find_departure, tell_departure
+from meshwright.launch.stall.departure import Departure, await_others, find_departure, tell_departure, tell_wait
 from meshwright.launch.stall.position import find_position, stack_of
 from meshwright.launch.stall.process_state import describe_process
 from meshwright.launch.stall.record import record_of_thread
@@ -57,6 +57,8 @@ class Watchdog:
         self._lock = threading.Lock()
         self._end = threading.Event()
         self._error: BaseException | None = None
+        # Returns the line about a rank that has left, if this one waits for it.
+        self.describe_wait: Callable[[Departure], str | None] = lambda left: None
         self._hook = TerminateHook(self._before_termination)
         self._hook.set()
         self._thread = threading.Thread(target=self._watch, name="meshwright watchdog", daemon=True)
@@ -110,6 +112,14 @@ class Watchdog:
         """Returns that another rank has left its loop; None if none has. With `waits`, one may still be leaving."""
         return find_departure(self._store, self._world.rank, self._world.size, waits=waits)
 
+    def tell_wait(self, line: str) -> None:
+        """Tells a rank that has left its loop that this one waits for it."""
+        tell_wait(self._store, self._world.rank, line)
+
+    def await_others(self, limit_s: float) -> str | None:
+        """Waits until all ranks have left. Returns the line of a rank that waits for this one; None if none does."""
+        return await_others(self._store, self._world.rank, self._world.size, limit_s)
+
     def stop(self) -> None:
         """Lets the thread end. Does not wait for it."""
         self._hook.remove()
@@ -131,6 +141,7 @@ class Watchdog:
             try:
                 self._note_place()
                 self._answer_if_asked()
+                self._tell_if_waiting()
                 if not has_reported and changes and now - since > self._longest_s():
                     has_reported = True
                     finding = self.find_cause(None, f"no progress within {self._timeout_s:g} s")
@@ -152,6 +163,12 @@ class Watchdog:
 
     def _has_answered_recently(self) -> bool:
         return self._collections > 0 and time.monotonic() - self._answered_at <= _SAME_STALL_S
+
+    def _tell_if_waiting(self) -> None:
+        left = self.departure(waits=False)
+        line = self.describe_wait(left) if left is not None else None
+        if line is not None:
+            self.tell_wait(line)
 
     def _answer_if_asked(self) -> None:
         with self._lock:

@@ -1,7 +1,8 @@
-"""`WeightCopies`: compares the copies of weights that several ranks hold. They are equal under every plan; if they are
-not, the user's loop or a callback has changed weights, or the optimizer's settings, on some ranks only.
+"""`WeightCopies`: compares the copies of weights that several ranks hold, and what is set on them (settings.py). They
+are equal under every plan; if they are not, the user's loop or a callback has changed them on some ranks only.
 
     checksum of a weight w = (Σ w, ‖w‖²), in fp64                                                         _checksums
+    number of settings       = 48 bits of a digest of them, which a float holds exactly              Settings.number
     copies differ if |Σ w - Σ w'| / (√n ‖w‖) or |‖w‖² - ‖w'‖²| / ‖w‖² is above TOLERANCE                _differences
 
 Copies are compared after steps 1, 2, 4, ..., 128, then after every 128th, and before weights are saved: each time reads
@@ -11,7 +12,7 @@ it is there already.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ from meshwright.errors import InputError
 from meshwright.parallel.mesh import has_axis
 from meshwright.parallel.model import ParallelModel
 from meshwright.parallel.weights.layout import local_tensor
+from meshwright.train.loop_checks.settings import Settings
 
 EVERY_STEPS = 128
 TOLERANCE = 1e-5  # far above what rounding changes, and far below what trains another model
@@ -30,7 +32,8 @@ TOLERANCE = 1e-5  # far above what rounding changes, and far below what trains a
 
 @dataclass(frozen=True)
 class _Copies:
-    """The weights of which the ranks of a group hold copies, and the global numbers of these ranks."""
+    """The weights of which the ranks of a group hold copies, and the global numbers of these ranks. There are no
+    weights if the ranks only have the same settings."""
 
     group: dist.ProcessGroup
     names: tuple[str, ...]
@@ -39,10 +42,12 @@ class _Copies:
 
 @dataclass(frozen=True)
 class _Pending:
-    """Checksums of all ranks of a group, on their way to the host. `ready` is None if they are there."""
+    """Checksums and numbers of settings of all ranks of a group, on their way to the host. `ready` is None if they are
+    there."""
 
     copies: _Copies
     step: int
+    settings: Settings
     checksums: Tensor
     ready: "torch.cuda.Event | None"
 
@@ -50,8 +55,9 @@ class _Pending:
 class WeightCopies:
     """Compares the copies of one session's weights. All ranks call its methods together."""
 
-    def __init__(self, parallel: ParallelModel) -> None:
+    def __init__(self, parallel: ParallelModel, read_settings: Callable[[], Settings]) -> None:
         self._parallel = parallel
+        self._read_settings = read_settings
         self._groups = list(_groups_with_copies(parallel))
         self._pending: list[_Pending] = []
 
@@ -74,9 +80,11 @@ class WeightCopies:
 
     @torch.no_grad()
     def _start(self, steps: int) -> None:
-        parameters = self._parallel.parameters()
+        parameters, settings = self._parallel.parameters(), self._read_settings()
         for copies in self._groups:
-            local = _checksums([local_tensor(parameters[name]) for name in copies.names]).to(self._parallel.device)
+            weights = [local_tensor(parameters[name]) for name in copies.names]
+            number = torch.full((1, 2), settings.number, dtype=torch.float64)
+            local = torch.cat([tensor.to(self._parallel.device) for tensor in (*_checksums(weights), number)])
             of_ranks = [torch.empty_like(local) for _ in copies.ranks]
             dist.all_gather(of_ranks, local, group=copies.group)
             checksums, ready = torch.stack(of_ranks), None
@@ -84,7 +92,7 @@ class WeightCopies:
                 on_host = torch.empty_like(checksums, device="cpu", pin_memory=True)
                 checksums, ready = on_host.copy_(checksums, non_blocking=True), torch.cuda.Event()
                 ready.record()
-            self._pending.append(_Pending(copies, steps, checksums, ready))
+            self._pending.append(_Pending(copies, steps, settings, checksums, ready))
 
     def _read_pending(self) -> None:
         pending, self._pending = self._pending, []
@@ -92,9 +100,11 @@ class WeightCopies:
         for entry in pending:
             if entry.ready is not None:
                 entry.ready.synchronize()
+            if (entry.checksums[:, -1] != entry.checksums[0, -1]).any():
+                entry.settings.compare(entry.copies.group, entry.copies.ranks, entry.step)
             sizes = torch.tensor([local_tensor(parameters[name]).numel() for name in entry.copies.names])
-            for position, checksums in enumerate(entry.checksums[1:], 1):
-                differences = _differences(entry.checksums[0], checksums, sizes.double())
+            for position, checksums in enumerate(entry.checksums[1:, :-1], 1):
+                differences = _differences(entry.checksums[0, :-1], checksums, sizes.double())
                 if (differences > TOLERANCE).any():
                     name, more = entry.copies.names[int(differences.argmax())], int((differences > TOLERANCE).sum()) - 1
                     first, other = entry.copies.ranks[0], entry.copies.ranks[position]
@@ -112,7 +122,8 @@ def _describe(name: str, more: int, first: int, other: int, step: int) -> str:
 
 def _groups_with_copies(parallel: ParallelModel) -> Iterator[_Copies]:
     """Yields the groups of ranks of which this rank is one that hold the same weights: those of the replicate and
-    context axes, and for weights that are not split, of the tensor axis. None with local steps, whose weights differ
+    context axes, and for weights that are not split, of the tensor axis; and that of the shard axis, whose ranks have
+    the same settings. None with local steps, whose weights differ
     between averages, nor for experts and branches, which lie on different ranks."""
     plan, mesh = parallel.plan, parallel.mesh
     if mesh is None or plan.gradients.local_steps > 1 or plan.axes.expert > 1:
@@ -121,26 +132,31 @@ def _groups_with_copies(parallel: ParallelModel) -> Iterator[_Copies]:
     divided = defaultdict[str, set[str]](set)
     for name, layout in parallel.layouts.items():
         divided[layout.axis].add(name)
-    for axis in ("replicate", "context", "tensor"):
+    for axis in ("replicate", "shard", "context", "tensor"):
         if not has_axis(mesh, axis):
             continue
-        names = tuple(
-            name
-            for name, weight in parallel.parameters().items()
-            if local_names.get(name, name) not in divided[axis]
-            and not (axis == "context" and isinstance(weight, DTensor))  # sharded over this axis, too
-            and weight.is_floating_point()
+        names = (
+            ()
+            if axis == "shard"
+            else tuple(
+                name
+                for name, weight in parallel.parameters().items()
+                if local_names.get(name, name) not in divided[axis]
+                and not (axis == "context" and isinstance(weight, DTensor))  # sharded over this axis, too
+                and weight.is_floating_point()
+            )
         )
-        if names:
-            group = mesh.get_group(axis)
-            yield _Copies(group, names, tuple(dist.get_process_group_ranks(group)))
+        group = mesh.get_group(axis)
+        yield _Copies(group, names, tuple(dist.get_process_group_ranks(group)))
 
 
-def _checksums(weights: list[Tensor]) -> Tensor:
-    """Returns (Σ w, ‖w‖²) of each weight."""
+def _checksums(weights: list[Tensor]) -> Iterator[Tensor]:
+    """Yields (Σ w, ‖w‖²) of all weights, if there are any."""
+    if not weights:
+        return
     sums = torch.stack([weight.sum(dtype=torch.float64) for weight in weights])
     norms = torch.stack([torch.linalg.vector_norm(weight, dtype=torch.float64) for weight in weights])
-    return torch.stack([sums, norms.square()], 1)
+    yield torch.stack([sums, norms.square()], 1)
 
 
 def _differences(first: Tensor, other: Tensor, sizes: Tensor) -> Tensor:

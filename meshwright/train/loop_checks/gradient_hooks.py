@@ -13,6 +13,7 @@ divided the model may not run at all, so they are looked for before each update.
 from collections import Counter
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from functools import partial
 from types import CellType, FunctionType
 from typing import Any
 
@@ -23,7 +24,10 @@ from torch.distributed.fsdp import FSDPModule
 from meshwright.errors import InputError
 from meshwright.parallel.model import ParallelModel
 from meshwright.parallel.torch_private import fsdp_parameter_groups, gradient_hooks, was_gathered
+from meshwright.parallel.weights.layout import local_tensor
 from meshwright.plan import Plan
+from meshwright.train.loop_checks.module_hooks import ModuleHooks
+from meshwright.train.loop_checks.settings import HOOK
 from meshwright.user_code import line_of_function
 
 _SCALES = (1e-3, 1.0, 1e3)  # of the gradients of a trial: hooks that clip change large ones only
@@ -79,6 +83,8 @@ class LateHooks:
 
     def __init__(self, parallel: ParallelModel) -> None:
         self._plan = parallel.plan
+        self._of_modules = ModuleHooks(parallel)
+        self._of_gradients: dict[str, str] = {}  # those that change gradients, by what they are registered with
         self._known = {name: _counted(parameter) for name, parameter in parallel.parameters().items()}
         modules = parallel.module.named_modules() if parallel.plan.axes.shard > 1 else ()
         self._sharded = {
@@ -90,6 +96,7 @@ class LateHooks:
     def check(self, parallel: ParallelModel) -> None:
         """Raises an `InputError` if something new would change training otherwise than on one device."""
         plan = self._plan
+        self._of_modules.check()
         averages = _combines_gradients(plan)
         for name, parameter in parallel.parameters().items():
             known = self._known.get(name)
@@ -99,6 +106,14 @@ class LateHooks:
             of_gradient, after_accumulation = of_gradient[known[1] :], after_accumulation[known[2] :]
             if not of_gradient and not after_accumulation:
                 continue
+            for hook in (*of_gradient, *after_accumulation):
+                change = (
+                    _changed_gradient
+                    if hook in of_gradient
+                    else partial(_changed_after_accumulation, parameter=parameter)
+                )
+                if _changes(change(hook), parameter):
+                    self._of_gradients[f"{HOOK}the gradient of {name}"] = _describe(hook)
             if name in parallel.layouts:
                 self._refuse_on_parts(name, parameter, of_gradient)
             if plan.axes.shard > 1:
@@ -107,9 +122,18 @@ class LateHooks:
                 _refuse_nonlinear(name, parameter, of_gradient, after_accumulation, plan)
             self._known[name] = _counted(parameter)
 
-    def check_replaced(self, parallel: ParallelModel) -> None:
-        """Raises an `InputError` if a parameter was replaced that the plan has sharded. Called before a pass, in which
-        the shards take its place again."""
+    def changing(self) -> dict[str, str]:
+        """Returns the new hooks that change values, by what they are registered with."""
+        return {**self._of_gradients, **self._of_modules.changing()}
+
+    def before_pass(self, parallel: ParallelModel) -> None:
+        """Looks for what is new before a forward pass."""
+        self._of_modules.watch_new()
+        self._check_replaced(parallel)
+
+    def _check_replaced(self, parallel: ParallelModel) -> None:
+        """Raises an `InputError` if a parameter was replaced that the plan has sharded, because in a pass the shards
+        take its place again."""
         replaced = [
             (name, module._parameters[key])
             for name, (module, key, parameter) in self._sharded.items()
@@ -192,6 +216,16 @@ def _changed_after_accumulation(hook: Hook, parameter: Tensor) -> Callable[[Tens
         return copied.grad if is_kept and copied.grad is not None else gradient.abs()  # an update is not linear
 
     return change
+
+
+@torch.no_grad()
+def _changes(change: Callable[[Tensor], Tensor], parameter: Tensor) -> bool:
+    """Whether a hook returns something else than the gradient. True for a hook that cannot be tried."""
+    gradient = torch.ones_like(local_tensor(parameter))
+    try:
+        return not torch.equal(change(gradient.clone()), gradient)
+    except Exception:  # whatever the user's code raises
+        return True
 
 
 @torch.no_grad()

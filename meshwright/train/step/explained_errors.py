@@ -3,7 +3,6 @@ Under `meshwright train`, launch/rank.py does the same."""
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
@@ -13,7 +12,8 @@ from meshwright.errors import CollectiveError
 from meshwright.launch.communication_errors import communication_error, explain_communication_error
 from meshwright.launch.heartbeat import Heartbeat, describe_progress
 from meshwright.launch.stall.collection import Finding
-from meshwright.launch.stall.departure import Departure, describe_departure
+from meshwright.launch.stall.departure import Departure
+from meshwright.launch.stall.ending import Ending, Progress
 from meshwright.launch.stall.out_of_memory import describe_out_of_memory, is_out_of_memory
 from meshwright.launch.stall.watchdog import Watchdog, make_watchdog
 from meshwright.launch.torch_private import default_store
@@ -34,18 +34,18 @@ class Explainer:
         self._watchdog: Watchdog | None = make_watchdog(
             world, world.store or default_store(), heartbeat, timeout_s, _warn, _print
         )
-        self._progress = _Progress()
+        self.progress = Progress(world.rank, heartbeat)
         if self._watchdog is not None:
-            finalize(self, _leave, self._watchdog, self._progress)
+            finalize(self, Ending(self._watchdog, self.progress).leave)
             _explain_uncaught(self)
 
     def note_steps(self, steps: int) -> None:
         """Notes how many steps the session has made, which other ranks are told when this one leaves its loop."""
-        self._progress.steps = steps
+        self.progress.note_steps(steps)
 
     def note_failure(self, error: BaseException) -> None:
         """Notes the error that ends the program."""
-        self._progress.error = describe_error(error)
+        self.progress.error = describe_error(error)
 
     def explain(self, error: BaseException) -> CollectiveError | None:
         """Returns an error that says which rank is stuck or has left; None if the error has nothing to do with
@@ -65,28 +65,15 @@ class Explainer:
         return explained if left is None else self._departure_error(left)
 
     def _departure_error(self, left: Departure) -> CollectiveError:
-        steps, heartbeat = self._progress.steps, self._heartbeat
-        is_in_step = heartbeat.step >= steps
-        return CollectiveError(
-            describe_departure(left, self._world.rank, steps, heartbeat.activity, is_in_step=is_in_step)
-        )
+        line = self.progress.describe(left)
+        if self._watchdog is not None:
+            self._watchdog.tell_wait(line)
+        return CollectiveError(line)
 
     def add_memory(self, error: Exception) -> None:
         """Adds to an error about full memory which rank it is, where it was, and what was in memory by kind."""
         where = describe_progress(self._heartbeat.step, self._heartbeat.activity)
         error.add_note(f"rank {self._world.rank}{where}: {describe_out_of_memory(error, self._heartbeat)}")
-
-
-@dataclass
-class _Progress:
-    """How far the loop of a session is, which is still known when the session is gone."""
-
-    steps: int = 0
-    error: str | None = None
-
-
-def _leave(watchdog: Watchdog, progress: _Progress) -> None:
-    watchdog.leave(progress.steps, progress.error)
 
 
 class Explaining(Protocol):
@@ -106,6 +93,9 @@ def explains_errors(
 
     @wraps(method)
     def explained(self: ExplainingT, *arguments: Parameters.args, **keywords: Parameters.kwargs) -> Result:
+        progress = None if self.explainer is None else self.explainer.progress
+        if progress is not None:
+            progress.begin_call()
         try:
             return method(self, *arguments, **keywords)
         except Exception as error:
@@ -116,6 +106,9 @@ def explains_errors(
             if problem is None or problem is error:
                 raise
             raise _with_report(problem) from error
+        finally:
+            if progress is not None:
+                progress.end_call()
 
     return explained
 

@@ -39,6 +39,7 @@ from meshwright.train.loop_checks.copies import WeightCopies
 from meshwright.train.loop_checks.gradient_hooks import LateHooks
 from meshwright.train.loop_checks.own_backward import describe_loss, why_only_step
 from meshwright.train.loop_checks.padding import Collation, changes_loss
+from meshwright.train.loop_checks.settings import Settings, read_settings
 from meshwright.train.loss.global_mean import GlobalMean, is_mean_of_ranks
 from meshwright.train.loss.loss import Loss
 from meshwright.train.shares.adaptive import AdaptiveShares
@@ -53,6 +54,7 @@ class OwnLoop:
     """Forward and backward passes that a user's loop calls. `steps` is the number of optimizer steps so far. The random
     numbers of forward passes depend on it and on `seed`."""
 
+    optimizer: torch.optim.Optimizer
     schedule: LRScheduler | None = None
 
     def __init__(
@@ -104,7 +106,7 @@ class OwnLoop:
             self._check_plan("model")
         seed = derive_seed(self.seed, "forward", self.steps, self._forward_passes, self._parallel.position.data_rank)
         if torch.is_grad_enabled():
-            self._late_hooks.check_replaced(self._parallel)
+            self._late_hooks.before_pass(self._parallel)
             if not (arguments and keywords):
                 self._look_at_first_batch(keywords or arguments, together=False)
             self._report("forward")
@@ -242,6 +244,7 @@ class OwnLoop:
                 " replace loss.backward() by session.backward(loss) of the session whose optimizer makes the step"
             )
 
+    @explains_errors
     def _after_optimizer_step(self) -> None:
         """Counts an optimizer step of the user's loop, and makes the buffers equal on all data ranks. Does nothing
         after an optimizer step of `Session.step`."""
@@ -259,12 +262,21 @@ class OwnLoop:
             self._weight_copies.after_step(steps)
 
     def compare_weight_copies(self) -> None:
-        """From now on, raises an `InputError` if ranks that hold copies of a weight have different ones, at the end of
-        some steps and before weights are saved."""
-        self._weight_copies = WeightCopies(self._parallel)
+        """From now on, raises an `InputError` if ranks that hold copies of a weight have different ones or other
+        settings, at the end of some steps and before weights are saved."""
 
+        def settings() -> Settings:
+            session = this()
+            assert session is not None
+            return read_settings(session._parallel, session.optimizer, session._late_hooks.changing())
+
+        this = ref(self)
+        self._weight_copies = WeightCopies(self._parallel, settings)
+
+    @explains_errors
     def _align(self) -> None:
         """Makes buffers equal on all data ranks, and compares the copies of weights."""
+        self._report("weights")
         self._parallel.align_buffers()
         if self._weight_copies is not None:
             self._weight_copies.compare_now(self.steps)
@@ -361,7 +373,7 @@ class OwnLoop:
     def _microbatches(self, batch: Any) -> tuple[Sequence[Microbatch], int | None]:
         """Returns the microbatches of a `Batch`, or cuts a batch of a prepared or another loader into them; and the
         number of samples over all ranks, or None if it is not known."""
-        self._late_hooks.check_replaced(self._parallel)
+        self._late_hooks.before_pass(self._parallel)
         if isinstance(batch, Batch):
             self._look_at_first_batch(batch.microbatches[0].data, together=True)
             return batch.microbatches, batch.samples

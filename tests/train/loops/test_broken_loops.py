@@ -18,12 +18,16 @@ import meshwright as mw
 from meshwright.errors import CollectiveError, InputError
 from meshwright.train.loop_checks.copies import EVERY_STEPS
 from meshwright.train.session import Session
+from tests.forking.forked import start as start_process
 from tests.ranks import RankFailure, RankPool
 
 PLANS: dict[str, dict[str, Any]] = {
     "replicate": {"axes": {"replicate": 2}},
+    "shard": {"axes": {"shard": 2}},
     "tensor": {"axes": {"tensor": 2}, "modules": {"splits": {"0": {"kind": "column"}, "2": {"kind": "row"}}}},
 }
+
+COPIES = ("replicate", "tensor")  # plans whose ranks hold copies of weights
 
 
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -69,7 +73,7 @@ def train(rank: int, size: int, plan: str, change: Callable[[Session], None], at
     return ""
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", COPIES)
 def test_weights_that_one_rank_changes_are_named(two: RankPool, plan: str) -> None:
     for message in two.run(train, plan, change_weights, 5, 20):
         assert message.startswith("3.weight"), "the one that differs most"
@@ -77,9 +81,89 @@ def test_weights_that_one_rank_changes_are_named(two: RankPool, plan: str) -> No
         assert message.endswith("[7]"), "in the eighth step"
 
 
-def test_a_learning_rate_that_one_rank_changes_is_noticed_by_its_weights(two: RankPool) -> None:
-    for message in two.run(train, "replicate", change_rate, 2, 20):
-        assert "and 5 other weights of rank 1 differ from those of rank 0, at step 4" in message
+# ---- what is set on one rank only
+
+
+def change_momentum(session: Session) -> None:
+    session.optimizer.param_groups[0]["momentum"] = 0.5
+
+
+def put_to_eval(session: Session) -> None:
+    session.module.get_submodule("3").eval()
+
+
+def freeze(session: Session) -> None:
+    session.module.get_parameter("3.bias").requires_grad_(False)
+
+
+def double_output(session: Session) -> None:
+    session.module.get_submodule("0").register_forward_hook(lambda module, inputs, output: output * 2)
+
+
+def write_to_output(session: Session) -> None:
+    def double(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        output.mul_(2)
+
+    session.module.get_submodule("0").register_forward_hook(double)
+
+
+def drop_gradient(session: Session) -> None:
+    session.module.get_parameter("3.bias").register_hook(lambda gradient: gradient * 0)
+
+
+def only_look(session: Session) -> None:
+    """What a callback that logs does on rank 0 only."""
+    seen: list[float] = []
+    session.module.get_submodule("0").register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
+    session.module.get_parameter("3.bias").register_hook(lambda gradient: seen.append(float(gradient.sum())))
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (change_rate, "lr of the optimizer's group 0 is 0.1 on rank 0 and 0.05 on rank 1, at step 4: the loop"),
+        (change_momentum, "momentum of the optimizer's group 0 is 0.9 on rank 0 and 0.5 on rank 1"),
+        (put_to_eval, "the mode of 3 is train() on rank 0 and eval() on rank 1, at step 4"),
+        (freeze, "requires_grad of 3.bias is True on rank 0 and False on rank 1"),
+        (double_output, "the hook on 0 is none on rank 0 and <lambda> (/"),
+        (write_to_output, "the hook on 0 is none on rank 0 and double (/"),
+    ],
+)
+def test_what_is_set_on_one_rank_only_is_named(two: RankPool, change: Callable[[Session], None], line: str) -> None:
+    for message in two.run(train, "replicate", change, 2, 20):
+        assert line in message
+        assert message.endswith("and the ranks train different models: make the same change on all ranks [3]")
+
+
+def test_settings_are_compared_where_each_rank_has_a_part_of_the_weights(two: RankPool) -> None:
+    for message in two.run(train, "shard", put_to_eval, 2, 20):
+        assert "the mode of 3 is train() on rank 0 and eval() on rank 1" in message
+
+
+def test_a_gradient_hook_on_one_rank_is_named(two: RankPool) -> None:
+    for message in two.run(train, "replicate", drop_gradient, 2, 20):
+        assert "the hook on the gradient of 3.bias is none on rank 0 and drop_gradient.<locals>.<lambda> (/" in message
+
+
+@pytest.mark.parametrize("plan", ["replicate", "tensor"])
+def test_hooks_that_only_look_may_be_on_one_rank(two: RankPool, plan: str) -> None:
+    assert two.run(train, plan, only_look, 2, 10) == ["", ""]
+
+
+def register_on_all_ranks(rank: int, size: int, plan: str) -> str:
+    session = new_session(plan)
+    double_output(session)
+    try:
+        session.step(batch(0, session.parallel.position.data_rank))
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_a_late_hook_that_changes_what_a_plan_divides_is_refused(two: RankPool) -> None:
+    assert two.run(register_on_all_ranks, "replicate") == ["", ""]
+    for message in two.run(register_on_all_ranks, "tensor"):
+        assert "was registered with 0 after parallelize and changes what it is called with" in message
 
 
 def test_weights_are_compared_before_they_are_saved(two: RankPool) -> None:
@@ -166,3 +250,36 @@ def test_a_rank_that_leaves_early_is_named_with_its_steps(tmp_path: Path, plan: 
     message = message_of_rank_0(tmp_path, plan, cause)
     line = r"rank 1 has left its loop after 5 steps, and rank 0 waits for it in step 6 \(\w+\): all ranks must make"
     assert re.match(line, message), message
+
+
+# ---- exit codes
+
+
+def program(rank: str, store: str, cause: str) -> None:
+    """A program of a user, as a rank of two."""
+    torch.distributed.init_process_group("gloo", init_method=store, rank=int(rank), world_size=2)
+    session = new_session("replicate")
+    place = session.parallel.position.data_rank
+    for step in range(6):
+        if step == 3 and place == 1 and cause == "break":
+            break
+        session.step(batch(step, place))
+    if cause == "save" and place == 0:
+        session.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("cause", "line"),
+    [
+        ("break", "rank 1 has left its loop after 3 steps, and rank 0 waits for it in step 4"),
+        ("save", "rank 1 has left its loop after 6 steps, and rank 0 waits for it in a call that all ranks must make"),
+        ("nothing", ""),
+    ],
+)
+def test_no_rank_of_a_broken_loop_ends_with_success(tmp_path: Path, cause: str, line: str) -> None:
+    store = f"file://{tmp_path / 'store'}"
+    processes = [start_process(f"{__name__}:program", str(rank), store, cause) for rank in range(2)]
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == ([1, 1] if line else [0, 0]), errors
+    for error in errors:
+        assert error.count(line) == 1 if line else "waits" not in error
