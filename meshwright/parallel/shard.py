@@ -237,7 +237,8 @@ def backward_synchronization(module: nn.Module, plan: Plan, synchronize: bool) -
     module.set_reshard_after_backward(synchronize or level == "parameters")
     module.set_is_last_backward(True)
     for group in _parameter_groups(module):  # what earlier passes have accumulated, and the loop has not set to None
-        group.post_backward.used = {parameter for parameter in group.fsdp_params if _has_gradient(parameter)}
+        known = {parameter for parameter in group.fsdp_params if _has_gradient(parameter)}
+        group.post_backward.used = known - group.post_backward.zeros
     yield
     if synchronize:
         finish_step(module)
@@ -251,8 +252,8 @@ def finish_step(module: nn.Module) -> None:
     sharded = [parameter for group in _parameter_groups(module) for parameter in group.fsdp_params]
     sharded = [parameter for parameter in sharded if parameter.sharded_param.requires_grad]
     used = {parameter for group in _parameter_groups(module) for parameter in group.post_backward.used}
-    for group in _parameter_groups(module):
-        group.post_backward.used.clear()
+    for post_backward in (group.post_backward for group in _parameter_groups(module)):
+        post_backward.used, post_backward.zeros = set(), set()
     whole = [p for p in module.parameters() if p.requires_grad and not isinstance(p, DTensor)]
     average_once([parameter for parameter in whole if parameter not in experts], groups)
     average_once([parameter for parameter in whole if parameter in experts], groups[:-1])  # over the replicate axis
@@ -324,6 +325,7 @@ class _PostBackward:
         self._group = group
         self._original = group.post_backward
         self.used: set[Any] = set()
+        self.zeros: set[Any] = set()  # weights that have nothing but these zeros since gradients were last combined
         self.waits_for_end = False
 
     def __call__(self, *unused: Any) -> None:
@@ -335,7 +337,10 @@ class _PostBackward:
             gathered = parameter.unsharded_param
             if _has_unsharded_gradient(parameter):
                 self.used.add(parameter)
+                self.zeros.discard(parameter)
             elif self._group.reduce_grads:
+                if not _has_gradient(parameter):
+                    self.zeros.add(parameter)
                 gathered.grad = torch.zeros(gathered.shape, dtype=gathered.dtype, device=gathered.device)
         self._original(*unused)
 

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from validation.fuzz.command import fuzz
+from validation.fuzz.command import distinct_rows, drawn_again, fuzz
 from validation.fuzz.draw import draw_case
 from validation.fuzz.fault_search import programs_until_found
 from validation.fuzz.losses import LOSSES
 from validation.fuzz.operators.table import OPERATORS
-from validation.fuzz.plans import PLANS
+from validation.fuzz.plans import PLANS, axes_of
 from validation.fuzz.program import Case
+from validation.fuzz.rare import rarity_of
 from validation.fuzz.render import is_consistent, render
 from validation.fuzz.shrink import shrink
 from validation.fuzz.summary import summary_lines
@@ -24,7 +25,7 @@ from validation.fuzz.training.optimizers import OPTIMIZERS
 from validation.fuzz.training.outcome import Outcome, Pools, outcome_of
 from validation.fuzz.training.plain import Invalid, Training, train
 
-CASES = sorted((Path(__file__).parents[2] / "validation/fuzz/cases").glob("*.json"))
+CASES = sorted((Path(__file__).parents[2] / "validation/fuzz/cases").rglob("*.json"))
 SEED, PROGRAMS = 0, 14  # of the programs that run with every change
 SOAK_PARTS, SOAK_PROGRAMS = 11, 60
 
@@ -60,6 +61,39 @@ def test_every_operator_plan_loss_and_optimizer_is_drawn() -> None:
     assert {case.loss for case in cases} == set(LOSSES)
     assert {case.optimizer for case in cases} == set(OPTIMIZERS)
     assert {case.door for case in cases} == {"share", "prepare", "own loop", "two passes"}
+
+
+def test_operators_and_axes_that_few_programs_had_are_drawn_more_often() -> None:
+    enough = {name: {"equal": 20} for name in OPERATORS}
+    axes = {axis: {"equal": 300} for name in PLANS for axis in axes_of(name)}
+    few = rarity_of(
+        {
+            "operators": {**enough, "cumsum": {"equal": 12, "refused": 6}, "mlp": {}},
+            "axes": {**axes, "branches": {"equal": 30}, "expert": {"equal": 150}},
+        }
+    )
+    assert sorted(few.operators) == ["cumsum"] * 2 + ["mlp"] * 20
+    assert few.plan_weights["branches 2"] == 8 * PLANS["branches 2"].weight
+    assert few.plan_weights["shard 2 expert 2"] == 2 * PLANS["shard 2 expert 2"].weight
+    assert few.plan_weights["context 2"] == PLANS["context 2"].weight
+    cases = [draw_case(3, n, 0, tuple(PLANS), [few.operators[n]], few.plan_weights) for n in range(len(few.operators))]
+    assert all(few.operators[number] in case.program.operators for number, case in enumerate(cases))
+    assert rarity_of({"operators": enough, "axes": axes}).operator(3) is None
+
+
+def test_a_row_of_results_gives_its_program_again() -> None:
+    rarity = rarity_of({})
+    for number in range(60):
+        chosen = rarity.operators[number : number + 1] if number % 2 else ()
+        case = draw_case(5, number, 1, tuple(PLANS), chosen, rarity.plan_weights)
+        row = {"seed": 5, "number": number, "attempt": 1, "plan": case.plan_kind, "drawn_from": list(chosen)}
+        assert drawn_again(row) == case
+
+
+def test_rows_that_are_given_twice_count_once() -> None:
+    rows = [{"seed": 1, "number": number, "attempt": 0, "plan": "shard 2", "outcome": "equal"} for number in (0, 1, 0)]
+    other = {**rows[0], "drawn_from": ["mlp"]}  # another program of this number
+    assert distinct_rows([*rows, other]) == [rows[0], rows[1], other]
 
 
 @pytest.mark.soak

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ from validation.fuzz.counts import add_rows, page_tables, read_counts, write_cou
 from validation.fuzz.draw import draw_case
 from validation.fuzz.fault_search import search_faults
 from validation.fuzz.operators.table import OPERATORS
-from validation.fuzz.plans import PLANS
+from validation.fuzz.plans import PLANS, axes_of
 from validation.fuzz.program import Case
+from validation.fuzz.rare import Rarity, rarity_of
 from validation.fuzz.render import render
 from validation.fuzz.shrink import shrink
 from validation.fuzz.summary import summary_lines
@@ -48,9 +49,11 @@ def _run(options: argparse.Namespace) -> None:
     unknown = set(operators) - set(OPERATORS)
     if unknown or not plans:
         sys.exit(f"unknown operators: {sorted(unknown)}" if unknown else f"no plan fits --plans {options.plans}")
+    rarity = None if options.even else rarity_of(read_counts())
     pools, start = Pools(), time.monotonic()
+    drawn = fuzz(options.seed, numbers, plans, operators, pools, options.fault, rarity)
     try:
-        for count, (case, row) in enumerate(fuzz(options.seed, numbers, plans, operators, pools, options.fault), 1):
+        for count, (case, row) in enumerate(drawn, 1):
             rows.append(row)
             if results is not None:
                 with results.open("a") as file:
@@ -59,6 +62,8 @@ def _run(options: argparse.Namespace) -> None:
                 _report(case, row, options.failures)
             if count % 50 == 0:
                 print(f"{count} programs in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+            if options.limit is not None and time.monotonic() - start > options.limit:
+                break
     finally:
         pools.close()
     print("\n".join(summary_lines(rows)))
@@ -89,12 +94,11 @@ def _count(files: list[Path]) -> None:
     again, and count as they end now."""
     if missing := [str(file) for file in files if not file.is_file()]:
         sys.exit(f"there is no file {', '.join(missing)}")
-    rows, pools = [row for file in files for row in read_rows(file)], Pools()
+    rows, pools = distinct_rows(row for file in files for row in read_rows(file)), Pools()
     try:
         for number, row in enumerate(rows):
             if row["outcome"] in ("wrong", "crash"):
-                case = draw_case(row["seed"], row["number"], row["attempt"])
-                outcome = outcome_of(case, pools)
+                outcome = outcome_of(drawn_again(row), pools)
                 rows[number] = {**row, "outcome": outcome.kind}
                 print(
                     f"{row['seed']}/{row['number']}: {row['outcome']}, now {outcome.kind}", file=sys.stderr, flush=True
@@ -113,16 +117,32 @@ def fuzz(
     operators: Collection[str],
     pools: Pools,
     fault: str | None = None,
+    rarity: Rarity | None = None,
 ) -> Iterator[tuple[Case, Row]]:
-    """Yields the case of each number with its row of results."""
+    """Yields the case of each number with its row of results. With `rarity`, and unless there are `operators` to draw
+    from, each program has an operator that few programs had before."""
     for number in numbers:
+        rare = rarity.operator(number) if rarity and not operators else None
+        chosen = [rare] if rare else operators
         for attempt in range(_ATTEMPTS):
-            case = draw_case(seed, number, attempt, plans, operators)
+            case = draw_case(seed, number, attempt, plans, chosen, rarity.plan_weights if rarity else None)
             begin = time.monotonic()
             outcome = outcome_of(case, pools, fault)
             if outcome.kind != "invalid":
-                yield case, _row(seed, number, attempt, case, outcome, time.monotonic() - begin)
+                row = _row(seed, number, attempt, case, outcome, time.monotonic() - begin)
+                yield case, {**row, "drawn_from": sorted(chosen)}
                 break
+
+
+def drawn_again(row: Row) -> Case:
+    """The case of a row of results. Rows without `drawn_from` are of programs that had any operator."""
+    return draw_case(row["seed"], row["number"], row["attempt"], [row["plan"]], row.get("drawn_from", ()))
+
+
+def distinct_rows(rows: Iterable[Row]) -> list[Row]:
+    """One row for each program."""
+    what_decides = ("seed", "number", "attempt", "plan")
+    return list({(*(row[key] for key in what_decides), *row.get("drawn_from", ())): row for row in rows}.values())
 
 
 def read_rows(file: Path | None) -> list[Row]:
@@ -136,7 +156,7 @@ def _row(seed: int, number: int, attempt: int, case: Case, outcome: Outcome, sec
         "number": number,
         "attempt": attempt,
         "plan": case.plan_kind,
-        "axes": sorted(case.plan["axes"]) + (["branches"] if case.plan_kind.startswith("branches") else []),
+        "axes": axes_of(case.plan_kind),
         "model": case.program.kind,
         "operators": list(case.program.operators),
         "loss": case.loss,
@@ -171,6 +191,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--programs", type=int, default=100, help="how many programs to run")
     parser.add_argument("--first", type=int, default=0, help="the number of the first one")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--even", action="store_true", help="do not prefer operators and axes that few programs had")
+    parser.add_argument("--limit", type=float, help="draw no more programs after this many seconds")
     parser.add_argument("--results", help="a file of JSON lines; programs that it has are left out")
     parser.add_argument("--ranks", default="2,3,4", help="numbers of ranks, such as 2,3")
     parser.add_argument("--plans", default="", help="beginnings of the names of plans, such as 'tensor,context 2'")

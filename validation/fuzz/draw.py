@@ -1,11 +1,11 @@
 """Draws cases. The same seed and number give the same case.
 
-Every case has one operator that the number decides, so that all operators occur about equally often, and a plan kind by
-weight. The other statements are random. Positions, ranges and dimensions are drawn over the whole size, so that they
-also lie at and across the borders between ranks.
+Every case has one operator that the number decides, so that all operators occur about equally often (or those that few
+programs had, see rare.py), and a plan kind by weight. The other statements are random. Positions, ranges and
+dimensions are drawn over the whole size, so that they also lie at and across the borders between ranks.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -29,16 +29,18 @@ def draw_case(
     attempt: int = 0,
     plans: Collection[str] = tuple(PLANS),
     operators: Collection[str] = (),
+    plan_weights: Mapping[str, float] | None = None,
 ) -> Case:
     """Returns the case of this seed and number; another one for each `attempt`, since some programs do not run in plain
-    PyTorch either. `plans` are the kinds to draw from; each case has one of `operators`, if they are given."""
+    PyTorch either. `plans` are the kinds to draw from; each case has one of `operators`, if they are given. The plan
+    and the operator that were drawn give the same case again, if they are the only ones to draw from."""
     rng = Random(f"{seed}/{number}/{attempt}")
     names = sorted(operators) or sorted(OPERATORS)
     focus = OPERATORS[names[(number + 7919 * seed) % len(names)]]
-    kind_name = _draw_plan(rng, focus, plans)
+    kind_name = _draw_plan(rng, focus, plans, plan_weights)
     if kind_name is None:  # none of these plans has models with the operator
         focus = OPERATORS["mlp"]
-        kind_name = _draw_plan(rng, focus, plans)
+        kind_name = _draw_plan(rng, focus, plans, plan_weights)
         assert kind_name is not None
     kind = PLANS[kind_name]
     program = _draw_program(rng, kind, focus)
@@ -60,9 +62,10 @@ def draw_case(
     )
 
 
-def _draw_plan(rng: Random, focus: Operator, plans: Collection[str]) -> str | None:
+def _draw_plan(rng: Random, focus: Operator, plans: Collection[str], weights: Mapping[str, float] | None) -> str | None:
     fitting = [name for name in plans if _fits(focus, PLANS[name])]
-    return rng.choices(fitting, [PLANS[name].weight for name in fitting])[0] if fitting else None
+    of_plans = [weights[name] if weights else PLANS[name].weight for name in fitting]
+    return rng.choices(fitting, of_plans)[0] if fitting else None
 
 
 def _fits(focus: Operator, kind: PlanKind) -> bool:

@@ -113,3 +113,8 @@ PLANS: dict[str, PlanKind] = {
     ),
     "replicate 4 expert 2": PlanKind({"replicate": 4, "expert": 2}, {}, ("tokens",), weight=0.4, operators=_EXPERTS),
 }
+
+
+def axes_of(name: str) -> list[str]:
+    """The axes of a kind of plan, as results count them: branches are one, too."""
+    return sorted(PLANS[name].axes) + (["branches"] if name.startswith("branches") else [])

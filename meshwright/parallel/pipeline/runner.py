@@ -18,6 +18,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+from torch.utils.checkpoint import CheckpointFunction
 
 from meshwright.blocks.power_iteration import power_iterations, without_power_iteration
 from meshwright.collectives.wait_clock import WAIT_CLOCK
@@ -115,8 +116,9 @@ class _TorchStage(PipelineStage):
             input_args=tuple(_meta_tensor(buffer) for buffer in received),
             output_args=tuple(_meta_tensor(buffer) for buffer in sent),
             group=group,
-            dw_builder=_no_weight_backward if runs_backward_whole else None,
         )
+        self._runs_backward_whole = runs_backward_whole
+        self._whole: set[int] = set()  # the microbatches whose backward pass runs as a whole
         self.wrapped_stage = stage
         self.reduces_gradients = True
         self.iterates_power = True
@@ -137,12 +139,17 @@ class _TorchStage(PipelineStage):
         self._executed.append(ExecutedAction(self.stage_index, bwd_chunk_id, kind))
         if not is_whole:
             self._unshard()
+            if self._runs_backward_whole or has_custom_function(self.fwd_cache[bwd_chunk_id][0]):
+                self._whole.add(bwd_chunk_id)
+        self.dw_builder = _no_weight_backward if bwd_chunk_id in self._whole else None
         with self._computing():
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._executed.append(ExecutedAction(self.stage_index, bwd_chunk_id, "weight_backward"))
         self._unshard()
+        self.dw_builder = _no_weight_backward if bwd_chunk_id in self._whole else None
+        self._whole.discard(bwd_chunk_id)
         with self._computing():
             return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
@@ -179,6 +186,23 @@ def _no_weight_backward() -> Callable[[], None]:
     """As `dw_builder` this tells PyTorch's stage that nothing remains to be done for the weights, so it runs the whole
     backward pass where it would compute the gradients of the inputs only."""
     return lambda: None
+
+
+def has_custom_function(outputs: Sequence[Tensor]) -> bool:
+    """Whether these tensors were computed with an autograd function of the user, or a checkpoint that calls backward by
+    itself. What torch does for the gradients of the inputs alone is not known to be right for their backward passes."""
+    nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        function = getattr(type(node), "_forward_cls", None)
+        is_known = function is None or function.__module__.partition(".")[0] in ("torch", "meshwright")
+        if not is_known or function is CheckpointFunction:
+            return True
+        earlier = {other for other, _ in node.next_functions if other is not None} - seen
+        seen |= earlier
+        nodes.extend(earlier)
+    return False
 
 
 def _meta_tensor(buffer: BufferSpec) -> Tensor:

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from meshwright.errors import InputError
 from meshwright.parallel.differentiable_collectives import average_gradient, slice_own_shard
@@ -163,6 +164,8 @@ def _call_on_local_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     kinds = {view.spec.kind for view in views}
     if len(kinds) > 1 and "sequence" in kinds:  # shards of the sequence are gathered where they meet other shards
         return call_on_gathered(func, args, kwargs, _is_sequence)
+    if _mixes_samples(leaves, views):
+        return _gather_or_raise(func, args, kwargs, CannotSplit("another input has the samples of one rank only"))
     local_call = _cached_local_call(func, leaves, tree, views[0])
     if isinstance(local_call, str):
         return _gather_or_raise(func, args, kwargs, CannotSplit(local_call))
@@ -174,6 +177,18 @@ def _call_on_local_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     results = _run(local_call, func, local_leaves, tree, spec.group.rank)
     note_writes(views, versions)
     return wrap_results(func, leaves, tree, local_call, local_leaves, results, ShardView)
+
+
+def _mixes_samples(leaves: list[Any], views: list[ShardView]) -> bool:
+    """Whether a function over the replicate axis may combine the samples of one rank with features of all samples, or
+    with a part of a parameter. Parameters that are not split are the same on all ranks; what has been computed is not
+    known to be, and may have been computed from this rank's samples."""
+    if views[0].spec.group.axis != "replicate":
+        return False
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, ShardView) and leaf.dim()]
+    if all(view.spec.samples_by_rank for view in views):
+        return any(tensor.dim() >= views[0].dim() and not isinstance(tensor, Parameter) for tensor in tensors)
+    return bool(tensors) or any(view.spec.samples_by_rank for view in views)
 
 
 def wrap_results(

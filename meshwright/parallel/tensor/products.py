@@ -110,7 +110,7 @@ def _column(x: Tensor, weight: ShardView, output_dim: int, product: Callable[[Te
             raise CannotSplit("its input features are sharded, and so are its output features")
         inner = full_tensor_for_sharded_work(x)
     elif spec.group.axis == "replicate":
-        samples_by_rank = _samples_by_rank(x, spec.group)
+        samples_by_rank = count_samples_by_rank(x, spec.group)
         inner = all_gather_for_sharded_work(x, consecutive_ranges(0, samples_by_rank), spec.group)
     else:
         inner = enter_sharded_work(x, spec.group)
@@ -135,7 +135,7 @@ def _row(
             raise CannotSplit("it sums over a dimension that its input has sharded in another way than its weight")
         inner, samples_by_rank = x.local_tensor, x.spec.samples_by_rank
     elif group.axis == "replicate":
-        samples_by_rank = _samples_by_rank(x, group)
+        samples_by_rank = count_samples_by_rank(x, group)
         inner = all_to_all(x, consecutive_ranges(0, samples_by_rank), input_spec.ranges, group)
     else:
         inner = slice_own_shard(x, input_spec.ranges, group)
@@ -167,7 +167,7 @@ def _local_bias(bias: Tensor, weight: ShardView) -> Tensor:
     return slice_own_shard(bias, spec.ranges, spec.group)
 
 
-def _samples_by_rank(x: Tensor, group: AxisGroup) -> tuple[int, ...]:
+def count_samples_by_rank(x: Tensor, group: AxisGroup) -> tuple[int, ...]:
     """How many samples each rank has: a short last batch does not divide evenly."""
     count = torch.tensor([x.shape[0]], device=x.device)
     counts = [torch.empty_like(count) for _ in range(group.size)]

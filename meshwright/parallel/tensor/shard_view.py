@@ -156,11 +156,13 @@ def _unflattened(leaf: Any, spec: ShardSpec, shape: tuple[int, ...]) -> Any:
 
 def full_tensor(view: ShardView) -> Tensor:
     """The full tensor on every rank, for computation that all ranks repeat. Over the replicate axis: all features of
-    this rank's samples."""
+    this rank's samples, or a parameter, whose gradients differ from rank to rank with the samples, and are summed."""
     spec = view.spec
     if spec.samples_by_rank:
         own_samples = consecutive_ranges(0, spec.samples_by_rank)
         return all_to_all(view.local_tensor, spec.ranges, own_samples, spec.group)
+    if spec.group.axis == "replicate":
+        return all_gather_for_sharded_work(view.local_tensor, spec.ranges, spec.group)
     return all_gather_for_replicated_work(view.local_tensor, spec.ranges, spec.group)
 
 

@@ -16,8 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.parallel.differentiable_collectives import AxisGroup, all_reduce, all_reduce_tensor, reduce_scatter
-from meshwright.parallel.tensor.products import sequence_spec
+from meshwright.parallel.differentiable_collectives import (
+    AxisGroup,
+    all_gather_tensor,
+    all_reduce,
+    all_reduce_tensor,
+    consecutive_ranges,
+    reduce_scatter,
+)
+from meshwright.parallel.tensor.products import count_samples_by_rank, sequence_spec
 from meshwright.parallel.tensor.shard_view import ShardView
 from meshwright.parallel.torch_private import assert_async, cross_entropy_function
 from meshwright.profile.structure.split_rules import CannotSplit
@@ -33,7 +40,13 @@ def embedding(
     if scale_grad_by_freq or sparse:
         raise CannotSplit("its gradient is sparse or scaled by how often a row is looked up")
     spec, local, rows = weight.spec, weight.local_tensor, weight.shape[0]
-    ((first, local_rows),) = spec.ranges.by_rank[spec.group.rank]
+    group, samples = spec.group, None
+    if group.axis == "replicate":  # each rank looks up the samples of all ranks in the rows that it holds
+        if not indices.dim():
+            raise CannotSplit("it looks up one row, and not one for each sample")
+        samples = consecutive_ranges(0, count_samples_by_rank(indices, group))
+        indices = all_gather_tensor(indices, samples, group)
+    ((first, local_rows),) = spec.ranges.by_rank[group.rank]
     assert_async(((indices >= 0) & (indices < rows)).all(), f"an index lies outside of a table of {rows} rows")
     on_other_ranks = (indices < first) | (indices >= first + local_rows)
     local_padding = padding_idx - first if first <= padding_idx < first + local_rows else -1
@@ -42,7 +55,8 @@ def embedding(
         partial = partial.masked_fill(on_other_ranks.unsqueeze(-1), 0)
     else:  # more ranks than rows
         partial = local.sum() + local.new_zeros((*indices.shape, weight.shape[1]))
-    group = spec.group
+    if samples is not None:
+        return reduce_scatter(partial, samples, group)
     if group.sequence_parallel and partial.dim() > 2:
         sequence = sequence_spec(partial, group)
         return ShardView(reduce_scatter(partial, sequence.ranges, group), sequence, tuple(partial.shape))

@@ -275,7 +275,8 @@ def _is_only_argument(pieces: ModulePieces, root: int, piece: int, boundary: int
 def _crossing(
     pieces: ModulePieces, larger: Dataflow, sizes: tuple[int, int], boundary: int, root: int, received: _Received
 ) -> Crossing:
-    small, large = pieces.flow.values[received.value], larger.values[received.value]
+    small = pieces.flow.values[received.value]
+    large = larger.values[_in_larger(received.value, pieces.flow, larger)]
     bytes_per_sample = (large.bytes - small.bytes) // (sizes[1] - sizes[0])
     users = [pieces.names[user] for user in _users_after(pieces, root, boundary) if user >= 0]
     piece = received.piece
@@ -289,6 +290,18 @@ def _crossing(
         bytes_per_sample=bytes_per_sample,
         bytes_fixed=small.bytes - bytes_per_sample * sizes[0],
     )
+
+
+def _in_larger(value: int, flow: Dataflow, larger: Dataflow) -> int:
+    """The number of the same value in the dataflow of the larger batch, which has the same operators. Its numbers
+    differ where an operator returns one tensor for each sample."""
+    producer = flow.values[value].producer
+    if producer is None:
+        return value
+    ours, theirs = flow.operators[producer], larger.operators[producer]
+    if value in ours.outputs:
+        return theirs.outputs[ours.outputs.index(value)]
+    return theirs.replacements[ours.replacements.index(value)]
 
 
 def _fit_size(small: int, large: int, batches: tuple[int, int]) -> int | BatchDimension:

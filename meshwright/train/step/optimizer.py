@@ -12,10 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.call import build
 from meshwright.errors import InputError, did_you_mean
+from meshwright.exchange import all_gather_values
 from meshwright.job_sections.sections import Optimizer
 from meshwright.parallel.model import ParallelModel
 from meshwright.parallel.weights.offload import state_device
 from meshwright.plan import Plan
+from meshwright.profile.optimizer import is_elementwise
 from meshwright.train.loop_checks.optimizer_trial import check_optimizer_on_parts
 from meshwright.train.shares.check import check_optimizer
 
@@ -112,10 +114,18 @@ def checked_optimizer(
     make: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer], parallel: ParallelModel
 ) -> torch.optim.Optimizer:
     """Makes the optimizer of the parameters that a rank holds. Raises an `InputError` if it may not update parts of
-    weights as the plan has divided them."""
+    weights as the plan has divided them. All ranks call this together."""
     parameters = parallel.parameters()
     optimizer = make(parameters)
-    check_optimizer_on_parts(optimizer, parameters, parallel.layouts)
+    problem = ""
+    try:
+        check_optimizer_on_parts(optimizer, parameters, parallel.layouts)
+    except InputError as error:
+        problem = str(error)
+    if not is_elementwise(optimizer) and parallel.plan.world_size > 1:  # pipeline stages have other weights
+        problem = next(filter(None, all_gather_values(problem)), "")
+    if problem:
+        raise InputError(problem)
     return optimizer
 
 

@@ -2,7 +2,7 @@
 split, and gradients are those of the mean loss, also where ranks have different numbers of samples."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -12,10 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from meshwright.errors import InputError
+from meshwright.parallel.differentiable_collectives import AxisGroup
+from meshwright.parallel.tensor.shard_view import ShardSpec, ShardView
 from meshwright.parallel.tensor.split_modules import split_modules
 from meshwright.parallel.weights.layout import gather_shards
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Axes, Modules, Split
+from meshwright.profile.structure.split_rules import DividedDimension
 from meshwright.profile.structure.structure import find_structure
 from tests.parallel.tensor.models import Classifier
 from tests.ranks import RankPool, ranks
@@ -135,3 +139,80 @@ def test_dropout_between_split_layers_differs_from_pass_to_pass(pool: RankPool) 
     for rank, (difference, samples) in enumerate(pool.run(run_with_dropout)):
         assert difference > 0
         assert samples == rank + 1
+
+
+class TiedTable(torch.nn.Module):
+    """Looks up words in the weight of its head, which is split, and may use this weight otherwise, too."""
+
+    def __init__(self, use: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(7, 4)
+        self.head = torch.nn.Linear(4, 7)
+        self.head.weight = self.words.weight
+        self.use = use
+
+    def forward(self, words: Tensor) -> Tensor:
+        out: Tensor = self.use(self.head(self.words(words).tanh()), self.head.weight)
+        return out
+
+
+USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "none": lambda x, weight: x,
+    "sum": lambda x, weight: x * weight.sum(),
+    "row": lambda x, weight: x + weight.flatten()[:7] * 2,
+}
+
+
+def errors_of_tied_table(rank: int, world_size: int, kind: str, use: str) -> dict[str, float]:
+    torch.manual_seed(0)
+    model = TiedTable(USES[use]).double()
+    split = Split(kind=kind, axis="replicate")  # type: ignore[arg-type]
+    splits = {"head": split} if kind == "column" else {"head": split, "words": split}
+    plan = Plan(axes=Axes(replicate=world_size), modules=Modules(splits=splits))
+    words = [torch.randint(7, (r + 1, 3), generator=torch.Generator().manual_seed(r)) for r in range(world_size)]
+    structure = find_structure(model, (words[1], torch.zeros(2)))
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("replicate",))
+    parallel = copy.deepcopy(model)
+    layouts = split_modules([parallel], plan, structure, mesh)
+    count = sum(map(len, words))
+    (model(torch.cat(words)).sin().sum() / count).backward()
+    out = parallel(words[rank])
+    errors = {"output": float((out - model(words[rank])).detach().abs().max())}
+    (out.sin().sum() * world_size / count).backward()
+    for name, parameter in parallel.named_parameters():
+        expected = model.get_parameter(name).grad
+        assert parameter.grad is not None
+        assert expected is not None
+        grad = gather_shards(parameter.grad, layouts[name], mesh.get_group("replicate"))
+        errors[name] = float((grad - expected).abs().max())
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("kind", "use"), [("column", "none"), ("vocabulary", "none"), ("vocabulary", "sum"), ("vocabulary", "row")]
+)
+def test_a_table_that_is_tied_to_a_split_head_looks_up_the_samples_of_its_rank(
+    pool: RankPool, kind: str, use: str
+) -> None:
+    for errors in pool.run(errors_of_tied_table, kind, use):
+        assert max(errors.values()) < 1e-9, errors
+
+
+def refusal_of_mixed_samples(rank: int, world_size: int) -> str:
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("replicate",))
+    group = AxisGroup(mesh.get_group("replicate"), rank, world_size, "replicate")
+    spec = ShardSpec(DividedDimension(0, 1, 4, 1), group)
+    x = torch.full((1, 4), float(rank))
+    features = torch.nn.functional.linear(x, ShardView(torch.ones(4 // world_size, 4), spec, (4, 4)))
+    try:
+        features * x
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_features_of_all_samples_are_not_combined_with_the_sample_of_one_rank(pool: RankPool) -> None:
+    """With one sample on each rank, their shapes fit together."""
+    for message in pool.run(refusal_of_mixed_samples):
+        assert "test_wide_layers.py" in message
+        assert "another input has the samples of one rank only" in message

@@ -4,7 +4,8 @@ each rank computes the gradients of n times the loss of its part of a batch, and
     gradient(whole batch, scale) = 1/n · Σ over parts of gradient(part, n · scale)          parts_differ()
 
 This is tried on two parts, with two scales: the smaller one is that of a mean, and the other one shows what changes
-large gradients only.
+large gradients only. A model that returns its loss is tried on the whole batch alone, since this is not known to be a
+mean: n times the loss has to have n times the gradients.
 """
 
 from collections import OrderedDict
@@ -60,9 +61,12 @@ def parts_differ(
     of those for the parts."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     count = len(outputs) - 1
-    whole, *parts = (
-        _gradients(parameters, *output, scale * (count if number else 1)) for number, output in enumerate(outputs)
-    )
+    has_samples = any(dim is not None for dim in outputs[0][1])
+    whole = _gradients(parameters, *outputs[0], scale)
+    if has_samples:
+        parts = [_gradients(parameters, *output, scale * count) for output in outputs[1:]]
+    else:
+        parts = [[gradient / count for gradient in _gradients(parameters, *outputs[0], scale * count)]]
     largest = max((float(value.abs().max()) for value in whole if value.numel()), default=0.0)
     for expected, *found in zip(whole, *parts, strict=True):
         mean = torch.stack(found).mean(0)
@@ -76,8 +80,10 @@ def parts_differ(
 def _gradients(
     parameters: Sequence[nn.Parameter], leaves: list[Tensor], dims: Sequence[int | None], scale: float
 ) -> Sequence[Tensor]:
-    """The gradients of the parameters for a loss of these outputs that is a sum over samples."""
+    """The gradients of the parameters for a loss of these outputs that is a sum over samples, or, if none of them has
+    samples, for the sum of their numbers."""
     terms = [_sum_over_samples(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True) if dim is not None]
+    terms = terms or [leaf.sum() for leaf in leaves if not leaf.is_complex()]
     terms = [term for term in terms if term.requires_grad]
     if not terms:
         return [torch.zeros_like(parameter) for parameter in parameters]

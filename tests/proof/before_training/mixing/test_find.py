@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.errors import InputError, MixedSamples
 from meshwright.plan import Plan
@@ -42,6 +42,22 @@ def test_a_backward_pass_that_mixes_or_is_not_linear_is_found(kind: str) -> None
     assert found.in_backward
     if kind != "detached mean":  # neither a hook nor a custom function does it
         assert models.__file__ in found.line
+
+
+class OwnLoss(Model):
+    """Returns its loss, which has no dimension of samples."""
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
+        return F.cross_entropy(super().forward(x), target)
+
+
+def test_a_hook_that_is_not_linear_is_found_in_a_model_that_returns_its_loss() -> None:
+    for kind in ("hook normalizes each sample", "hook clips large gradients", "hook divides by the norm"):
+        found = mixing(OwnLoss(IN_BACKWARD[kind]), loss=None)
+        assert found is not None
+        assert found.in_backward
+        assert models.__file__ in found.line
+    assert mixing(OwnLoss(INDEPENDENT["linear hook"]), loss=None) is None
 
 
 @pytest.mark.parametrize("samples", [1, 8])
