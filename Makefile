@@ -10,7 +10,10 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Tests start many processes, which would otherwise compile the package again each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test check soak docs reference validate peers ray clean
+# What users rely on beyond the core, each group by itself (tests/selection/groups.py).
+GROUPS := compat docs validation
+
+.PHONY: setup demo test $(GROUPS:%=test-%) check soak docs reference validate peers ray clean
 
 setup: $(VENV)/ready
 
@@ -34,7 +37,10 @@ check: setup
 # Two at a time, a file at a time: what a file has traced or started once serves all its tests. Tests start ranks, so two
 # at a time keep two cores busy for 95% of the time: what makes them faster is less work.
 test: check
-	$(PYTEST) -m "not soak" --durations 10
+	$(PYTEST) -m "not soak" --group=core --durations 10
+
+$(GROUPS:%=test-%): test-%: setup
+	$(PYTEST) -m "not soak" --group=$* --durations 5
 
 # The long tests take hours. One of eleven parts has every eleventh case of each matrix, and takes less than 30 minutes on
 # two cores. `make soak SHARD=2/11` runs the next part, `make soak SHARD=1/1` all of them.

@@ -1,4 +1,4 @@
-"""Pools of ranks that many tests share, and the order and shards of tests."""
+"""Pools of ranks that many tests share, and the order, groups and shards of tests."""
 
 import errno
 import gc
@@ -19,6 +19,7 @@ from tests.forking.environment import IS_WORKER, set_variables
 from tests.forking.forked import spawn_by_forking
 from tests.forking.leftovers import adopt_orphans, leaving_nothing
 from tests.ranks import RankPool, enable_onednn, ranks
+from tests.selection.groups import GROUPS, cover_table, tests_of_group
 from validation.speed.step_digest import table_state
 
 settings.register_profile("meshwright", deadline=None)  # no test fails because a core is busy
@@ -117,17 +118,22 @@ _LONG = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--group", choices=GROUPS, help="run only the tests of one target of the Makefile (tests/selection/groups.py)"
+    )
     parser.addoption("--shard", metavar="I/N", help="run the I-th of N parts: of each matrix of tests every N-th case")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Puts long files first, and leaves only the tests of one shard, of those that `-m` has left."""
+    """Puts long files first, and leaves only the tests of one group and one shard, of those that `-m` has left."""
 
     def start_order(item: pytest.Item) -> int:
         return next((number for number, name in enumerate(_LONG) if item.path.as_posix().endswith(name)), len(_LONG))
 
     items.sort(key=start_order)
+    if group := config.getoption("--group"):
+        items[:] = tests_of_group(items, group)
     if shard := config.getoption("--shard"):
         items[:] = _tests_of_shard(items, shard)
 
@@ -139,7 +145,13 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Says whether the table of the sweep was measured with the step's files as they are."""
+    """Says what was run of a group, what was skipped and why, and whether the table of the sweep was measured with the
+    step's files as they are."""
+    if terminalreporter.config.getoption("--group") is not None:
+        reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("skipped")]
+        terminalreporter.section("tests by folder")
+        for row in cover_table(reports):
+            terminalreporter.write_line(row)
     if line := table_state():
         terminalreporter.write_line(line, yellow=True)
 

@@ -47,6 +47,7 @@ def test_two_ranks_train_as_one_process_with_the_same_global_batch(
         assert_equal(result, alone)
 
 
+@pytest.mark.door
 @pytest.mark.parametrize("plan", PLANS[:2])
 def test_two_ranks_train_as_under_accelerate_itself(two: RankPool, plan: dict[str, Any] | None) -> None:
     """A loader's batch is that of each process, and schedules make one step for each process."""

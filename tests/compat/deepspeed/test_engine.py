@@ -42,6 +42,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return engine, folder
 
 
+@pytest.mark.door
 @pytest.mark.parametrize("stage", all_but({0, 1, 3}, [0, 1, 2, 3]))
 def test_two_ranks_train_as_one_process(two: RankPool, stage: int) -> None:
     """With accumulation, clipping, weight decay and a schedule, and ranks whose models begin with other weights."""

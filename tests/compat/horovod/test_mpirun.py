@@ -37,6 +37,7 @@ def _sums(rank: int, size: int, folder: Path) -> list[float]:
     return sums
 
 
+@pytest.mark.door
 def test_ranks_of_open_mpi_find_each_other(two: RankPool, tmp_path: Path) -> None:
     assert two.run(_sums, tmp_path) == [[3.0, 3.0]] * 2
 

@@ -79,6 +79,7 @@ CASES: dict[str, tuple[dict[str, Any], int, float | None]] = {
 }
 
 
+@pytest.mark.door
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_those_of_one_device(world: RankPool | None, case: str) -> None:
     options, passes, clip = CASES[case]

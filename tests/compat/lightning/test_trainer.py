@@ -36,6 +36,7 @@ def of_ddp(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return train
 
 
+@pytest.mark.door
 @pytest.mark.parametrize("name", all_but({"regression", "gan"}, MODULES))
 def test_two_ranks_train_the_weights_of_ddp(name: str, two: RankPool, of_ddp: Any, tmp_path: Path) -> None:
     for plan in plans(2):

@@ -40,6 +40,7 @@ def test_one_process_gives_the_numbers_of_trainer(name: str, of_trainer: Any, tm
     assert result == of_trainer(name)  # bit by bit, with dropout, too
 
 
+@pytest.mark.door
 @pytest.mark.parametrize("plan", [REPLICATE, SHARD, TENSOR], ids=["replicate", "shard", "tensor"])
 def test_two_ranks_give_the_losses_of_one_process(plan: Any, two: RankPool, of_trainer: Any, tmp_path: Path) -> None:
     results = two.run(train, "llama", plan, str(tmp_path))
