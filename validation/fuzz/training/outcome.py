@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from meshwright.collectives.shared_memory.compiled_helper import load_helper
 from tests.ranks import RankFailure, RankPool
 from validation.fuzz.program import Case
 from validation.fuzz.training.compare import TOLERANCE, difference
@@ -41,6 +42,7 @@ class Pools:
     is needed."""
 
     def __init__(self, timeout_s: float = 25) -> None:
+        load_helper()  # it is compiled once on each machine, which can take ranks longer than their time
         self.timeout_s = timeout_s
         self._pools: dict[int, RankPool] = {}
 
