@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tests.forking import environment
 from validation.fuzz.counts import add_rows, page_tables, read_counts, write_counts
 from validation.fuzz.draw import draw_case
 from validation.fuzz.fault_search import search_faults
@@ -29,6 +31,7 @@ Row = dict[str, Any]  # a line of the file of results
 def main() -> None:
     options = _parse()
     torch.set_num_threads(1)
+    environment.AT_START.update(os.environ)  # ranks get these variables; without PATH they could not compile
     if options.replay:
         _replay([Path(name) for name in options.replay], options.shrink)
     elif options.count:
