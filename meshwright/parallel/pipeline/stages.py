@@ -269,5 +269,9 @@ def install_transfers(local_stages: LocalStages, shape_inference: ShapeInference
                 if not isinstance(stage.model.get_submodule(piece), RemoteModule):
                     stage.model.set_submodule(piece, module)  # it may have been replaced in the rank's module
         else:
-            assert isinstance(module, RemoteModule)
+            if not isinstance(module, RemoteModule):
+                raise InputError(
+                    f"plan.pipeline.cuts: the model calls {piece}, or uses its weights, also from outside of the module"
+                    " that it belongs to, in another stage: cut elsewhere, or set plan.axes.pipeline to 1"
+                )
             module.set_original(fake_model.get_submodule(piece))

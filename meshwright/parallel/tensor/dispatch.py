@@ -54,10 +54,10 @@ from meshwright.user_code import running_line
 _NAMES = {
     "metadata": "shape size dim ndim ndimension dtype device layout requires_grad is_leaf numel nelement element_size "
     "itemsize nbytes is_floating_point is_complex is_signed is_nested is_sparse is_sparse_csr is_quantized is_mkldnn "
-    "is_cuda is_cpu is_meta is_mps is_xpu is_inference get_device stride is_contiguous names has_names grad __len__ "
+    "is_cuda is_cpu is_meta is_mps is_xpu is_inference get_device stride is_contiguous names has_names __len__ "
     "__hash__ __repr__ __format__ __dir__ _version _base output_nr",
     "autograd": "register_hook retain_grad grad_fn register_post_accumulate_grad_hook requires_grad_ requires_grad "
-    "is_leaf",
+    "is_leaf grad",
 }
 METADATA, _AUTOGRAD = (frozenset(names.split()) for names in _NAMES.values())
 _RULES: dict[Any, Callable[..., Any]] = {**PRODUCTS, **VOCABULARY}
@@ -79,9 +79,9 @@ def dispatch_by_rules(
         # name of the other.
         func = getattr(func, "__wrapped__", func)
     name = function_name(func)
-    if name in _AUTOGRAD:
+    if name in _AUTOGRAD and func not in AUTOGRAD_ENTRIES:
         return call_autograd_function(func, name, args, kwargs)
-    if name in METADATA and func not in AUTOGRAD_ENTRIES:
+    if name in METADATA:
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     _prepare_views(func, name, args, kwargs)

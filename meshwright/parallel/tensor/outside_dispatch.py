@@ -118,6 +118,12 @@ def call_autograd_function(func: Any, name: str, args: tuple[Any, ...], kwargs: 
         hook = args[1] if len(args) > 1 else kwargs["hook"]
         return view.local_tensor.register_hook(_hook_on_full_gradient(hook, view))
     result = func(view.local_tensor, *args[1:], **kwargs)
+    if name == "grad" and result is not None:
+        group = view.spec.group
+        raise InputError(
+            f"{running_line()} uses the gradient of a tensor that is divided over the {group.size} ranks of the"
+            f" {group.axis} axis, in the forward pass: set plan.axes.{group.axis} to 1"
+        )
     return view if name == "requires_grad_" else result
 
 

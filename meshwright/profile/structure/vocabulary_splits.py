@@ -4,6 +4,7 @@ one score per entry of the vocabulary."""
 from collections.abc import Iterator
 from dataclasses import replace
 
+from meshwright.blocks.module_names import is_inside
 from meshwright.profile.structure.dataflow import Dataflow
 from meshwright.profile.structure.linear_layers import LinearLayer, find_linear_layers
 from meshwright.profile.structure.splits import ParameterSplit, SplitGroup
@@ -40,9 +41,22 @@ def find_vocabulary_splits(flow: Dataflow, other_groups: tuple[SplitGroup, ...])
             communication="all_gather or loss parallel",
         )
         splits.setdefault(name, []).append(output_layer)
-    for members in splits.values():
+    for name, members in splits.items():
+        if _is_used_elsewhere(flow, name, members):
+            continue
         group = members[0].group
         yield SplitGroup(group, members[0].size, tuple(replace(split, group=group) for split in members))
+
+
+def _is_used_elsewhere(flow: Dataflow, parameter: str, members: list[ParameterSplit]) -> bool:
+    """Whether code of a module computes with the weight in another way than these layers do: it would see one rank's
+    rows as the whole weight."""
+    layers = {split.module for split in members}
+    return any(
+        not any(not layer or is_inside(flow.calls[op.call].module, layer) for layer in layers)
+        for op in flow.operators
+        if any(flow.values[value].source == "parameter" and flow.values[value].name == parameter for value in op.inputs)
+    )
 
 
 def _is_model_input(flow: Dataflow, value: int) -> bool:

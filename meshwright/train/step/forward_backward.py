@@ -21,6 +21,7 @@ from meshwright.parallel.clip import group_by_dtype_and_device
 from meshwright.parallel.compiled import is_compile_error
 from meshwright.parallel.model import Examples, ParallelModel
 from meshwright.parallel.weights.layout import local_tensor
+from meshwright.train.loop_checks.divided_values import explain_divided
 from meshwright.train.loss.loss import Loss
 from meshwright.train.step.batch import tensors_in
 from meshwright.train.step.graphs.step_state import StepState
@@ -75,7 +76,10 @@ class ForwardBackward:
                 loss = self._run(examples, global_samples, divide)
             except Exception as error:
                 if not falls_back or not compilation.is_on or not is_compile_error(error):
-                    raise
+                    explained = explain_divided(error, self._plan)
+                    if explained is None:
+                        raise
+                    raise explained from error
                 compilation.fall_back(error, where_it_failed(error, self._parallel.module))
             else:
                 if compilation.is_on:
