@@ -26,6 +26,7 @@ from meshwright.cluster.curves import rising
 from meshwright.cluster.gpus import list_gpus
 from meshwright.errors import MeshwrightError
 from meshwright.files.storage import write_atomically
+from meshwright.launch.network.own_user import admit_own_user_only
 from meshwright.progress import phase
 
 TIME_LIMIT_S = 600.0
@@ -176,6 +177,7 @@ def _run_probe(request: _ProbeRequest) -> None:
     if world_size > 1:
         torch.set_num_threads(1)
         backend = "nccl" if device.type == "cuda" else "gloo"
+        admit_own_user_only()
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         collectives: list[Collective] = list(COLLECTIVES) if request.thorough else ["all_reduce"]
         curves = measure_curves(collectives, device)

@@ -1,11 +1,13 @@
 """A store on the loopback address, through which the ranks of one machine find each other. No other machine can reach
-it."""
+it, and no other user of this one."""
 
 import socket
 from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
+
+from meshwright.launch.network.own_user import admit_own_user_only
 
 ADDRESS = "127.0.0.1"
 _IFF_LOOPBACK = 0x8
@@ -26,6 +28,7 @@ def interface() -> str:
 def serve_store() -> tuple[dist.TCPStore, int]:
     """Starts a store for local ranks, and returns it and its port. The listening socket is created here, because a
     TCPStore would listen on every interface."""
+    admit_own_user_only()
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind((ADDRESS, 0))
     listener.listen(socket.SOMAXCONN)

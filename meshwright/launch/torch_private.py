@@ -15,10 +15,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.elastic.multiprocessing import api as elastic_processes
 
+from meshwright.launch.network.own_user import admit_own_user_only
+
 
 def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     """Returns a Gloo process group that is not registered with torch.distributed. Its type is `Any` because the type
     stubs of torch lack the send and receive methods of this class."""
+    admit_own_user_only()
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from meshwright.errors import InputError
 from meshwright.launch import environment, loopback
 from meshwright.launch.agreement import agree, versions
-from meshwright.launch.launchers.store import open_store
+from meshwright.launch.launchers.store import open_store, store_of_own_user
 from meshwright.launch.launchers.store_place import StorePlace
 from meshwright.launch.network.interface import use_interface, use_interface_towards
 from meshwright.launch.network.machine import rank_by_machine
+from meshwright.launch.network.own_user import admit_own_user_only
 from meshwright.launch.token.admission import enter
 from meshwright.launch.token.run_token import find_token
 from meshwright.launch.token.signed_store import SignedStore
@@ -55,8 +56,11 @@ def join(device: str, timeout_s: float) -> World:
     because the script, Ray Train or an earlier session has made it, that one is used. A process that no launcher
     started and that is in no process group is a world of one rank. Ranks of another launcher than meshwright's, and
     those on several machines, first show each other the token of the run, and agree on the versions of torch and
-    meshwright; on several machines, they are numbered machine by machine."""
+    meshwright; on several machines, they are numbered machine by machine. Processes of other users of this machine
+    cannot connect to this one."""
     env = environment.read_environment()
+    if dist.is_initialized() or env.launched:
+        admit_own_user_only()
     if dist.is_initialized():
         return _world_of_group(device, env)
     torch_device = _torch_device(device, env.local_rank)
@@ -71,6 +75,7 @@ def join(device: str, timeout_s: float) -> World:
         if environment.is_on_several_machines():
             store = enter(store, find_token(False), env.rank, env.size, "train --nodes", timeout_s)
             agree(versions(), env.rank, env.size, store, "versions", timeout_s)
+        group_store = store
     else:
         rank, place = environment.launched_rank_and_store()
         if rank.is_on_one_machine:
@@ -79,14 +84,16 @@ def join(device: str, timeout_s: float) -> World:
             use_interface_towards(place.host)
         if place not in _stores:
             _stores[place] = open_store(rank, place, timeout_s)
-        store = _stores[place].part(f"attempt{env.attempt}/join{next(_joins)}")
+        store = group_store = _stores[place].part(f"attempt{env.attempt}/join{next(_joins)}")
         agree(versions(), rank.rank, rank.size, store, "versions", timeout_s)
         if not rank.is_on_one_machine:
             number, ranks_here = rank_by_machine(rank.rank, rank.size, store, timeout_s)
             local_size = ranks_here if rank.counts_local_ranks else local_size
+        if place.is_served and rank.is_on_one_machine:
+            group_store = store_of_own_user(store, number, timeout_s)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if torch_device.type == "cuda" else "gloo",
-        store=store,
+        store=group_store,
         rank=number,
         world_size=env.size,
         timeout=timeout,

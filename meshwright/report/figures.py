@@ -8,13 +8,14 @@ import shutil
 import subprocess
 import tempfile
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from threading import Event, Thread
 from urllib.parse import unquote
 
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.files.storage import write_atomically
+from meshwright.report.own_user_server import OwnUserServer
 from meshwright.report.page import Page, render_with_script
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome", "chrome", "microsoft-edge")
@@ -88,10 +89,8 @@ def _start(browser: str, url: str, profile: Path) -> "subprocess.Popen[bytes]":
         raise MeshwrightError(f"--figures: {browser} cannot be started: {error.strerror}") from None
 
 
-class _PictureServer(ThreadingHTTPServer):
+class _PictureServer(OwnUserServer):
     """Serves one page, and collects the pictures that its script sends, by file name."""
-
-    daemon_threads = True
 
     def __init__(self, page: str) -> None:
         self.page = page

@@ -29,6 +29,7 @@ from meshwright.bench.peers.ranks import PREFIX
 from meshwright.call import bind
 from meshwright.data.order import permutation
 from meshwright.job import Job, load_job
+from meshwright.launch.network.own_user import admit_own_user_only
 from meshwright.train.build import build_data, build_initialized_model, build_loading
 from meshwright.train.loss.loss import loss_from_model
 from meshwright.train.step.optimizer import build_optimizer, use_fused_kernels
@@ -199,6 +200,7 @@ def run_peer(train: Callable[[PeerTask, StepRecorder], None]) -> None:
     job_file, steps, settings, precision, device_kind = sys.argv[1:]
     task = PeerTask(load_job(job_file), int(steps), settings == "best", precision, device_kind)
     recorder = StepRecorder(task)
+    admit_own_user_only()
     train(task, recorder)
     result = recorder.result()
     if dist.get_rank() == 0:

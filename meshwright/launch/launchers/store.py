@@ -18,6 +18,7 @@ from meshwright.files.trust import sign
 from meshwright.launch.launchers.launched_rank import LaunchedRank
 from meshwright.launch.launchers.store_place import StorePlace
 from meshwright.launch.loopback import ADDRESS, connect_store, serve_store
+from meshwright.launch.network.own_user import admit_own_user_only
 from meshwright.launch.token.admission import enter
 from meshwright.launch.token.run_token import find_token
 from meshwright.launch.token.signed_store import SignedStore
@@ -41,6 +42,17 @@ def open_store(rank: LaunchedRank, place: StorePlace, timeout_s: float) -> Signe
     if place.is_served:  # such a store outlives a restart
         store = dist.PrefixStore(f"attempt{rank.attempt}", store)
     return enter(store, token, rank.rank, rank.size, rank.launcher, timeout_s)
+
+
+def store_of_own_user(store: SignedStore, rank: int, timeout_s: float) -> SignedStore:
+    """Returns a store for the process groups of ranks on one machine, which rank 0 serves and where no other user of
+    the machine can connect. `store` is that of their launcher, where everybody can, and where torch's values are not
+    signed."""
+    if rank == 0:
+        served, port = serve_store()
+        store.write("port", str(port))
+        return store.moved_to(served)
+    return store.moved_to(connect_store(ADDRESS, int(store.read("port")), timedelta(seconds=timeout_s)))
 
 
 def _open_by_file(rank: LaunchedRank, file: Path, timeout_s: float) -> SignedStore:
@@ -101,6 +113,7 @@ def _store_of_file(file: Path, timeout_s: float) -> tuple[dist.Store, str]:
 def _serve(rank: LaunchedRank, place: StorePlace) -> dist.TCPStore:
     addresses = [ADDRESS] if rank.is_on_one_machine else _addresses_for_others(place.host)
     host, listener = _listen(addresses, place.port)
+    admit_own_user_only()
     return dist.TCPStore(host, place.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 

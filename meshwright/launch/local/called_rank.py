@@ -24,6 +24,7 @@ from meshwright.errors import CollectiveError
 from meshwright.launch import environment
 from meshwright.launch.communication_errors import communication_error
 from meshwright.launch.local.function_pickle import pickle_value, unpickle_call
+from meshwright.launch.network.own_user import admit_own_user_only
 from meshwright.launch.world import leave
 from meshwright.user_code import describe_error
 
@@ -57,6 +58,7 @@ def main() -> None:
     connection = _take_connection()
     _open_streams()
     process = os.getpid()
+    admit_own_user_only()  # the function may make a process group itself
     try:
         _prepare(Preparation(**json.loads(connection.recv_bytes())), rank.local_rank)
         function, args, kwargs = unpickle_call(connection.recv_bytes())

@@ -17,6 +17,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from meshwright.errors import InputError, RankError
 from meshwright.launch.loopback import connect_store
+from meshwright.launch.network.own_user import admit_own_user_only
 from meshwright.launch.nodes.address import Address, NodeCount
 from meshwright.launch.nodes.rendezvous_state import JsonBackend
 from meshwright.launch.token.signed_store import SignedStore
@@ -127,6 +128,7 @@ def serve_store(address: Address) -> dist.TCPStore:
         listener.listen(socket.SOMAXCONN)
     except OSError as error:
         raise InputError(_why_not_served(address, error)) from None
+    admit_own_user_only()
     return dist.TCPStore(
         address.host,
         address.port,

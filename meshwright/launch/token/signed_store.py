@@ -36,6 +36,10 @@ class SignedStore(dist.PrefixStore):
         """Returns a part of the store with names of its own."""
         return SignedStore(self._whole, self._key, f"{self._scope}/{name}")
 
+    def moved_to(self, store: dist.Store) -> "SignedStore":
+        """Returns the part of another store that has the same names and signatures."""
+        return SignedStore(store, self._key, self._scope)
+
     def clone(self) -> "SignedStore":
         """Returns the same store through another connection."""
         return SignedStore(another_connection(self._whole), self._key, self._scope)

@@ -4,20 +4,21 @@ costs the ranks nothing but the processor time that it takes from them, and it r
     GET /TOKEN/         the page, whose script asks for the body every few seconds
     GET /TOKEN/body     the body of the page as it is now
 
-Other programs of this machine's users cannot read the page without the token, a random part of the address. A page of
-another site that a browser is tricked into sending here (DNS rebinding) has another name in its Host header, and is
-refused.
+Other users of this machine cannot connect, and other programs of this user cannot read the page without the token, a
+random part of the address. A page of another site that a browser is tricked into sending here (DNS rebinding) has
+another name in its Host header, and is refused.
 """
 
 import secrets
 import time
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from threading import Lock
 
 from meshwright.cluster.cores import usable_cores
 from meshwright.errors import InputError, MeshwrightError
+from meshwright.report.own_user_server import OwnUserServer
 from meshwright.report.page import Page, render_body, render_with_script
 from meshwright.report.run.page import run_page
 
@@ -33,10 +34,8 @@ _HEADERS = {
 }
 
 
-class RunServer(ThreadingHTTPServer):
+class RunServer(OwnUserServer):
     """An HTTP server for one run. `url` is the address to open."""
-
-    daemon_threads = True
 
     def __init__(self, folder: Path, port: int = 0) -> None:
         self.token = secrets.token_urlsafe(18)

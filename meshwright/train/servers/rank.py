@@ -11,6 +11,7 @@ from meshwright.data.loading import SampleShare
 from meshwright.job import Job
 from meshwright.launch.environment import restart_times
 from meshwright.launch.heartbeat import Heartbeat
+from meshwright.launch.network.own_user import admit_own_user_only
 from meshwright.launch.peer_connection import describe_last_heartbeat, store_connector
 from meshwright.launch.rank import run_rank
 from meshwright.launch.signals import StopRequest
@@ -95,6 +96,7 @@ def train_server(
     connect = store_connector(world.attempt, timeout_s)
     store = connect()
     if gradients.servers > 1:
+        admit_own_user_only()
         dist.init_process_group(
             "gloo",
             store=dist.PrefixStore("servers", store),

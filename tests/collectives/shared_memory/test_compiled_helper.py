@@ -5,6 +5,7 @@ import ctypes
 import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from meshwright.collectives.shared_memory import compiled_helper
 from meshwright.collectives.shared_memory.reducer import SharedMemoryReducer
 from meshwright.collectives.shared_memory.segment import SharedSegment
 from meshwright.errors import InputError
+from meshwright.files import compiled
 from tests.collectives.world_group import world_group
 from tests.ranks import RankPool
 
@@ -37,23 +39,23 @@ def test_the_helper_is_compiled_once_and_loaded_again(tmp_path: Path, monkeypatc
     (file,) = folder.iterdir()
     compiled_at = file.stat().st_mtime_ns
     compiled_helper.load_helper.cache_clear()
-    monkeypatch.setattr(compiled_helper, "_compile", lambda compiler, output: pytest.fail("it was compiled again"))
+    monkeypatch.setattr(compiled, "_compile", lambda source, compiler, output: pytest.fail("it was compiled again"))
     assert isinstance(compiled_helper.load_helper(folder), ctypes.CDLL)
     assert file.stat().st_mtime_ns == compiled_at
-    assert compiled_helper._is_private(file)
+    assert compiled.is_private(file)
 
 
 @pytest.mark.usefixtures("empty_cache")
 def test_a_file_that_others_can_write_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = compiled_helper.shutil.which("cc")
+    compiler = compiled.shutil.which("cc")
     assert compiler is not None
-    file = tmp_path / f"shared_memory-{compiled_helper._key(compiler)}.so"
+    file = compiled.compiled_file(compiled_helper.SOURCE, compiler, tmp_path)
     file.write_text("of somebody else")
     file.chmod(0o666)
     loaded: list[Path] = []
-    monkeypatch.setattr(compiled_helper, "COMPILERS", ("cc",))
-    monkeypatch.setattr(compiled_helper, "_compile", lambda compiler, output: "it was compiled again")
-    monkeypatch.setattr(compiled_helper, "_loaded", loaded.append)
+    monkeypatch.setattr(compiled, "COMPILERS", ("cc",))
+    monkeypatch.setattr(compiled, "_compile", lambda source, compiler, output: "it was compiled again")
+    monkeypatch.setattr(compiled, "_loaded", lambda source, file: loaded.append(file))
     assert compiled_helper.load_helper(tmp_path) == "it was compiled again"
     assert loaded == []
 
@@ -61,9 +63,9 @@ def test_a_file_that_others_can_write_is_not_executed(tmp_path: Path, monkeypatc
 @pytest.mark.usefixtures("empty_cache")
 @pytest.mark.soak
 def test_a_damaged_file_is_compiled_again(tmp_path: Path) -> None:
-    compiler = compiled_helper.shutil.which("cc")
+    compiler = compiled.shutil.which("cc")
     assert compiler is not None
-    file = tmp_path / f"shared_memory-{compiled_helper._key(compiler)}.so"
+    file = compiled.compiled_file(compiled_helper.SOURCE, compiler, tmp_path)
     file.write_text("damaged")
     assert isinstance(compiled_helper.load_helper(tmp_path), ctypes.CDLL)
     assert file.read_bytes()[:4] == b"\x7fELF"
@@ -72,24 +74,28 @@ def test_a_damaged_file_is_compiled_again(tmp_path: Path) -> None:
 def test_another_source_compiler_or_processor_is_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _script(tmp_path / "cc", "echo 1.0")
     _script(tmp_path / "gcc", "echo 1.0")
-    keys = [compiled_helper._key(str(tmp_path / "cc")), compiled_helper._key(str(tmp_path / "gcc"))]
+    keys = [
+        compiled._key(compiled_helper.SOURCE, str(tmp_path / "cc")),
+        compiled._key(compiled_helper.SOURCE, str(tmp_path / "gcc")),
+    ]
     _script(tmp_path / "cc", "echo 1.1")
-    keys.append(compiled_helper._key(str(tmp_path / "cc")))
-    monkeypatch.setattr(compiled_helper.platform, "machine", lambda: "riscv64")
-    keys.append(compiled_helper._key(str(tmp_path / "cc")))
+    keys.append(compiled._key(compiled_helper.SOURCE, str(tmp_path / "cc")))
+    monkeypatch.setattr(compiled.platform, "machine", lambda: "riscv64")
+    keys.append(compiled._key(compiled_helper.SOURCE, str(tmp_path / "cc")))
     (tmp_path / "other.c").write_text("int x;")
-    for name in ("SOURCE", "INCLUDED"):
-        monkeypatch.setattr(compiled_helper, name, tmp_path / "other.c")
-        keys.append(compiled_helper._key(str(tmp_path / "cc")))
+    other = tmp_path / "other.c"
+    for source in (replace(compiled_helper.SOURCE, file=other), replace(compiled_helper.SOURCE, included=(other,))):
+        monkeypatch.setattr(compiled_helper, "SOURCE", source)
+        keys.append(compiled._key(compiled_helper.SOURCE, str(tmp_path / "cc")))
     assert len(set(keys)) == 6
 
 
 @pytest.mark.soak
 def test_concurrent_compilations_leave_one_valid_file(tmp_path: Path) -> None:
-    compiler = compiled_helper.shutil.which("cc")
+    compiler = compiled.shutil.which("cc")
     assert compiler is not None
     with ThreadPoolExecutor(3) as pool:
-        libraries = list(pool.map(lambda _: compiled_helper._compiled(compiler, tmp_path), range(3)))
+        libraries = list(pool.map(lambda _: compiled.compiled(compiled_helper.SOURCE, compiler, tmp_path), range(3)))
     assert all(isinstance(library, ctypes.CDLL) for library in libraries)
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -116,7 +122,7 @@ def test_without_a_working_compiler_the_reason_is_returned(tmp_path: Path, text:
 @pytest.mark.usefixtures("empty_cache")
 def test_a_compiler_that_does_not_know_the_processor_is_called_without_march_native(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
-    real = compiled_helper.shutil.which("cc")
+    real = compiled.shutil.which("cc")
     refuse = 'for a in "$@"; do if [ "$a" = -march=native ]; then exit 1; fi; done'
     _script(tmp_path / "bin" / "cc", f'{refuse}\nexec {real} "$@"')
     assert isinstance(compiled_helper.load_helper(tmp_path / "cache", str(tmp_path / "bin")), ctypes.CDLL)

@@ -23,6 +23,7 @@ from meshwright.collectives.shared_memory.steps import (
     slice_begin,
 )
 from meshwright.collectives.shared_memory.storages import SharedStorages
+from meshwright.files import compiled
 from tests.collectives.shared_memory.rank_sums import FLOATS, SIZES, rank_tensor, reference, same_bits
 
 
@@ -78,7 +79,7 @@ def test_compiled_and_python_steps_give_the_mean_and_the_sum(implementation: Imp
 
 def test_a_compiler_without_fp16_gives_the_same_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every 16-bit number is added to zero, and to another number."""
-    monkeypatch.setattr(compiled_helper, "FLAGS", (*compiled_helper.FLAGS, "-U__FLT16_MANT_DIG__"))
+    monkeypatch.setattr(compiled, "FLAGS", (*compiled.FLAGS, "-U__FLT16_MANT_DIG__"))
     ranks = _make_steps("compiled", 2, tmp_path)
     patterns = torch.arange(65536, dtype=torch.int32).to(torch.uint16)
     pairs = [(patterns, torch.zeros_like(patterns)), (patterns, patterns.roll(9973))]

@@ -30,6 +30,7 @@ from torch.distributed import (  # noqa: F401  (scripts import them from here)
 )
 
 from meshwright.exchange import all_gather_values, broadcast_value
+from meshwright.launch.network.own_user import admit_own_user_only
 from meshwright.launch.world import is_launched, join
 
 _TIMEOUT = timedelta(minutes=30)
@@ -53,6 +54,7 @@ def init_distributed(
         return
     if init_method is not None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        admit_own_user_only()
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
     elif is_launched():
         join("cuda" if torch.cuda.is_available() else "cpu", timeout.total_seconds())

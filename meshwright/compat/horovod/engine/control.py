@@ -16,6 +16,7 @@ from meshwright.compat.horovod.engine.frames import FrameReader, send_frame
 from meshwright.compat.horovod.engine.rendezvous import Placement
 from meshwright.compat.horovod.exceptions import HorovodInternalError
 from meshwright.launch.loopback import ADDRESS
+from meshwright.launch.network.own_user import accept_own_user
 from meshwright.launch.output import print_to_user
 from meshwright.launch.token.signed_store import SignedStore, read, write
 
@@ -99,9 +100,12 @@ def _accept_all(
                 raise HorovodInternalError(f"ranks {missing} did not call hvd.init() within {timeout_s:g} s")
             listener.settimeout(_ACCEPT_S)
             try:
-                connection, (host, *_) = listener.accept()
+                accepted = accept_own_user(listener)
             except TimeoutError:
                 continue
+            if accepted is None:
+                continue
+            connection, (host, *_) = accepted
             peer = _greeted_rank(connection, secret or token)
             if peer is None or peer not in range(1, size) or peer in connections:
                 print_to_user(f"refused: a process on {host} connected to rank 0 without the token of this run")

@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from meshwright.launch.horovod_variables import HorovodVariables
 from meshwright.launch.launchers.launched_rank import LaunchedRank
-from meshwright.launch.launchers.store import open_store
+from meshwright.launch.launchers.store import open_store, store_of_own_user
 from meshwright.launch.launchers.store_place import StorePlace
 from meshwright.launch.loopback import ADDRESS, connect_store, serve_store
+from meshwright.launch.network.own_user import admit_own_user_only
 from meshwright.launch.token.signed_store import SignedStore
 
 
@@ -98,7 +99,9 @@ def _store_at(variables: HorovodVariables, place: StorePlace) -> dist.Store:
 
 @cache
 def _launched_store(rank: LaunchedRank, place: StorePlace, timeout_s: float) -> dist.Store:
-    return open_store(rank, place, timeout_s)
+    store = open_store(rank, place, timeout_s)
+    is_open_to_others = place.is_served and rank.is_on_one_machine
+    return store_of_own_user(store, rank.rank, timeout_s) if is_open_to_others else store
 
 
 @cache
@@ -106,6 +109,7 @@ def _store(address: str, port: int, serves: bool, timeout_s: float) -> dist.Stor
     timeout = timedelta(seconds=timeout_s)
     if not serves:
         return connect_store(address, port, timeout)
+    admit_own_user_only()
     listener = socket.create_server((address, port))
     store: dist.Store = dist.TCPStore(
         address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()

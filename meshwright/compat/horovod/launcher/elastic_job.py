@@ -21,6 +21,7 @@ from meshwright.errors import InputError, RankError
 from meshwright.launch.horovod_variables import DRIVER, WORKER
 from meshwright.launch.local.rank_output import Screen
 from meshwright.launch.loopback import ADDRESS, serve_store
+from meshwright.launch.network.own_user import accept_own_user
 from meshwright.launch.output import print_to_user
 
 _POLL_S = 0.1
@@ -123,8 +124,8 @@ class ElasticJob:
 
     def _receive(self, ready: socket.socket) -> None:
         if ready is self._listener:
-            connection, _ = self._listener.accept()
-            self._unclaimed.append((connection, FrameReader(connection)))
+            if (accepted := accept_own_user(self._listener)) is not None:
+                self._unclaimed.append((accepted[0], FrameReader(accepted[0])))
             return
         for connection, reader in list(self._unclaimed):
             if connection is ready:
