@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from meshwright.files.regular_file import open_regular_file
 from meshwright.files.storage import writing
 
 START_UP = "start-up"
@@ -152,7 +153,7 @@ def read_heartbeat(path: Path) -> HeartbeatRecord | None:
     """Returns the latest heartbeat in the file; None if there is no file or nothing was written yet."""
     try:
         with (
-            path.open("rb") as file,
+            open_regular_file(path) as file,
             mmap.mmap(file.fileno(), _WHOLE.size, access=mmap.ACCESS_READ) as memory,
         ):
             for _ in range(100):

@@ -1,10 +1,10 @@
 """The page of a file: a plan, a proof or a benchmark, which is recognized by what the file contains."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import InputError, MeshwrightError
+from meshwright.files.foreign import UNREADABLE, describe_unreadable, parse_json, read_bytes
 from meshwright.job import load_plan
 from meshwright.report.benches.page import bench_page, is_bench
 from meshwright.report.page import Page
@@ -12,6 +12,7 @@ from meshwright.report.plans.page import plan_file_page, plan_page
 from meshwright.report.proof_page import proof_page
 from meshwright.report.questions.page import question_page
 
+_LARGEST_BYTES = 64 * 2**20
 _ACCEPTED = (
     "name a run folder, a plan (YAML, or the JSON of `meshwright plan`), or the JSON of `meshwright prove` or"
     " `meshwright bench`"
@@ -22,8 +23,8 @@ def file_page(path: Path) -> Page:
     """Returns the page of a file. If a command printed it, the JSON object is its last line. Raises an `InputError` if
     the file is none of these."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_bytes(path, _LARGEST_BYTES, follow_link=True).decode()
+    except (OSError, ValueError) as error:
         raise InputError(f"{path}: this file cannot be read as text ({error}): {_ACCEPTED}") from None
     value = _json_object(text)
     if value is None or "axes" in value:
@@ -33,8 +34,8 @@ def file_page(path: Path) -> Page:
             raise InputError(f"{path}: this is no plan ({error}): {_ACCEPTED}") from None
     try:
         return _page(value, path)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError) as error:
-        problem = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+    except UNREADABLE as error:
+        problem = describe_unreadable(error)
         raise InputError(f"{path}: the JSON is not complete ({problem}): write it again with this version") from None
 
 
@@ -58,7 +59,7 @@ def _json_object(text: str) -> dict[str, Any] | None:
     lines = text.strip().splitlines()
     for candidate in (text, lines[-1] if lines else ""):
         try:
-            value = json.loads(candidate)
+            value = parse_json(candidate)
         except ValueError:
             continue
         if isinstance(value, dict):

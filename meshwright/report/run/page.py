@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from meshwright.errors import InputError
+from meshwright.files.foreign import UNREADABLE, describe_unreadable
 from meshwright.report.charts import axis, colour, figure, line
 from meshwright.report.cluster_drawing import cluster_drawing
 from meshwright.report.model_tree import model_tree
@@ -28,8 +30,16 @@ _SAVE_NAMES = {"save": "checkpoint saved", "evaluate": "evaluation", "load check
 
 
 def run_page(path: Path, live: bool = False) -> Page:
-    """Returns the page of the run in a folder. A live page begins with the ranks and the latest lines."""
+    """Returns the page of the run in a folder. A live page begins with the ranks and the latest lines. Raises an
+    `InputError` if it is no run folder, or its files hold values that no run writes."""
     run = read_run(path)
+    try:
+        return _page(run, live)
+    except UNREADABLE as error:
+        raise InputError(f"{path}: the run's files are damaged ({describe_unreadable(error)})") from error
+
+
+def _page(run: RunRecord, live: bool) -> Page:
     windows = kinds_of_windows(run.ranks)
     sections = [
         _summary(run),

@@ -1,26 +1,26 @@
 """Reads what a run folder records, without executing anything of it, also while the run goes on. Lines that cannot be
 read are left out: a process may have been killed while it wrote them."""
 
-import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import InputError, MeshwrightError
+from meshwright.files.foreign import json_lines, parse_json, read_bytes
 from meshwright.files.regular_file import open_regular_file
 from meshwright.files.yaml_file import parse_mapping
 from meshwright.job import load_plan
 from meshwright.launch.heartbeat import HeartbeatRecord, heartbeat_file, read_heartbeat
+from meshwright.limits import is_number
 from meshwright.plan import Plan
 from meshwright.train.output.folder import RunFolder
 from meshwright.train.output.origin import read_run_file
 
-_LARGEST_FILE_BYTES = 512 * 2**20
 _LOG_TAIL_BYTES = 16 * 1024
 _LOG_LINES = 40
 _RUNS_WITHIN_S = 120.0  # a run whose newest heartbeat is older counts as stopped
@@ -126,13 +126,13 @@ def read_run(path: Path) -> RunRecord:
         folder,
         job,
         _read_plan(folder),
-        _read_text(folder.device).strip(),
+        _content(folder.device).decode(errors="replace").strip(),
         tuple(entry for entry in _json_lines(folder.metrics) if _is_metric(entry)),
         _read_times(folder.times),
         heartbeats,
         newest,
-        _read_json(folder.result),
-        _read_json(folder.page) or {},
+        _json_object(folder.result),
+        _json_object(folder.page) or {},
         _log_tail(folder.logs),
     )
 
@@ -168,7 +168,7 @@ def _read_heartbeats(folder: RunFolder) -> tuple[dict[int, HeartbeatRecord], flo
 
 def _ranks_in(folder: Path, pattern: str) -> list[int]:
     names = (file.stem.removeprefix("rank-") for file in folder.glob(pattern))
-    return sorted(int(name) for name in names if name.isdigit() and int(name) < MOST_RANKS)
+    return sorted(int(name) for name in names if name.isdecimal() and name.isascii() and int(name) < MOST_RANKS)
 
 
 def _read_times(folder: Path) -> dict[int, RankTimes]:
@@ -179,7 +179,7 @@ def _read_times(folder: Path) -> dict[int, RankTimes]:
         for line in _json_lines(folder / f"rank-{rank}.jsonl"):
             try:
                 _add_line(line, windows, events)
-            except (KeyError, TypeError, ValueError, AttributeError):
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
                 continue
         ranks[rank] = RankTimes(tuple(windows), tuple(events))
     return ranks
@@ -202,43 +202,27 @@ def _add_line(line: Mapping[str, Any], windows: list[Window], events: list[Event
 
 
 def _is_metric(entry: Mapping[str, Any]) -> bool:
-    numbers = (entry.get("step"), entry.get("time"))
-    return isinstance(entry.get("kind"), str) and all(isinstance(number, int | float) for number in numbers)
+    numbers: list[Any] = [entry.get("step"), entry.get("time")]
+    return isinstance(entry.get("kind"), str) and all(is_number(number) and isfinite(number) for number in numbers)
 
 
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    lines = _read_bytes(path).splitlines()
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    return json_lines(_content(path))
+
+
+def _json_object(path: Path) -> dict[str, Any] | None:
     try:
-        values = json.loads(b"[" + b",".join(lines) + b"]")  # several times faster than line by line
-    except (ValueError, RecursionError):
-        values = [value for line in lines for value in _json_value(line)]
-    yield from (value for value in values if isinstance(value, dict))
-
-
-def _json_value(line: bytes) -> Iterator[Any]:
-    """Yields the value of a line that can be read."""
-    with suppress(ValueError, RecursionError):
-        yield json.loads(line)
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(_read_bytes(path) or b"null")
-    except (ValueError, RecursionError):
+        value = parse_json(_content(path) or b"null")
+    except ValueError:
         return None
     return value if isinstance(value, dict) else None
 
 
-def _read_text(path: Path) -> str:
-    return _read_bytes(path).decode(errors="replace")
-
-
-def _read_bytes(path: Path) -> bytes:
-    """The content of a file; empty if there is none."""
+def _content(path: Path) -> bytes:
+    """The content of a file; empty if there is none that can be read."""
     try:
-        with open_regular_file(path, follow_link=False) as stream:
-            return stream.read(_LARGEST_FILE_BYTES)
-    except OSError:
+        return read_bytes(path)
+    except (OSError, ValueError):
         return b""
 
 

@@ -28,6 +28,7 @@ from typing import Any, TextIO
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError, StorageError
+from meshwright.files.foreign import read_json
 from meshwright.files.regular_file import find_unsafe_entry
 from meshwright.files.storage import output_error, write_atomically, writing
 from meshwright.files.user_path import user_path
@@ -214,12 +215,20 @@ def job_differences(job: Job, folder: RunFolder) -> list[str]:
     ]
 
 
+_AGAIN = "delete it, and `train` with --resume makes it again"
+
+
 def read_result(folder: RunFolder) -> dict[str, Any] | None:
     """The contents of result.json; None if the run is not finished."""
     try:
-        return json.loads(folder.result.read_text())
+        result = read_json(folder.result)
     except FileNotFoundError:
         return None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder.result} cannot be read ({error}): {_AGAIN}") from None
+    if not isinstance(result, dict):
+        raise InputError(f"{folder.result} is no JSON object: {_AGAIN}")
+    return result
 
 
 def _lock_named_folder(job: Job, path: Path) -> LockedRun:

@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from meshwright.files.foreign import json_lines, read_bytes
 from meshwright.launch.environment import RestartTimes
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.local.spare import spare_memory_bytes
@@ -112,10 +113,9 @@ def read_recoveries(folder: RunFolder) -> list[dict[str, Any]]:
     """Returns the recoveries of a run: the `attempt` that began, its first `step`, when the failure was `noticed`, the
     `seconds` until the end of that step, and their `parts`."""
     try:
-        lines = folder.recoveries.read_text().splitlines()
-    except OSError:
+        return json_lines(read_bytes(folder.recoveries))
+    except (OSError, ValueError):
         return []
-    return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def recovery_figures(folder: RunFolder) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.launch.local import fork_server
 from meshwright.plan import Plan
 from tests.cli.commands import JOB, CommandResult
-from tests.cli.damage import BYTES_DAMAGES, TEXT_DAMAGES, WORDS_DAMAGES, BytesDamage, WordsDamage
+from tests.cli.damaged.damage import BYTES_DAMAGES, TEXT_DAMAGES, WORDS_DAMAGES, BytesDamage, WordsDamage
 from tests.cli.recorded_run import recorded_run
 
 ALARM_S = 120  # far more than any command takes on a busy core: this finds commands that never end
