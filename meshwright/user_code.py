@@ -23,12 +23,17 @@ _INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "pur
 _LIBRARY_FOLDERS = (Path(errors.__file__).parent, *map(Path, _INSTALLED))
 
 
+def printable(text: str) -> str:
+    """Returns the text with what a terminal would obey, such as escape sequences, written as in Python's source."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
 def describe_error(error: BaseException) -> str:
     """Returns one line about an exception of a user's or a library's code: its class and message, and the file and line
     of the user's code in which it was raised. If none of the user's code was running, it is the line that raised it."""
     raised_at = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)[-1:]]
     position = user_position(error) or (raised_at[0] if raised_at else None)
-    message = " ".join(_message(error).split())
+    message = printable(" ".join(_message(error).split()))
     if isinstance(error, SystemExit):
         message = f"exit code {0 if error.code is None else error.code}"
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
@@ -38,7 +43,7 @@ def describe_error(error: BaseException) -> str:
 def first_line(error: BaseException) -> str:
     """Returns the first line of an exception's message, or its class if it has no message. If the exception came
     through the user's code, the file and line follow."""
-    text = _message(error).strip().partition("\n")[0] or type(error).__name__
+    text = printable(_message(error).strip().partition("\n")[0]) or type(error).__name__
     position = user_position(error)
     return f"{text} ({position[0]}, line {position[1]})" if position else text
 

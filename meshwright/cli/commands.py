@@ -321,7 +321,9 @@ def one_line(message: str) -> str:
     text = " ".join(message.split("\n"))
     if len(text) > _LONGEST_LINE:
         text = f"{text[: _LONGEST_LINE // 2]} … {text[-_LONGEST_LINE // 2 :]}"
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+    from meshwright.user_code import printable
+
+    return printable(text)
 
 
 def _run_command() -> int:

@@ -30,7 +30,7 @@ from meshwright.launch.heartbeat import (
     read_heartbeat,
 )
 from meshwright.launch.output import log_file, print_to_user
-from meshwright.user_code import is_user_file
+from meshwright.user_code import is_user_file, printable
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -261,5 +261,5 @@ def _where_raised(error: BaseException) -> str:
 
 
 def _one_line(message: str) -> str:
-    line = " ".join(message.split())
+    line = printable(" ".join(message.split()))
     return line if len(line) <= _LONGEST_MESSAGE else f"{line[:_LONGEST_MESSAGE]} …"

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from meshwright.errors import StorageError
 from meshwright.files.storage import describe_storage_problem, writing
+from meshwright.user_code import printable
 
 _stderr: TextIO | None = None
 _terminal: TextIO | None = None
@@ -70,7 +71,7 @@ def _warning_printer(stream: TextIO) -> Callable[..., None]:
         show(message, category, filename, *place, **more)
         if Path(filename).is_relative_to(_PACKAGE):
             with suppress(OSError):
-                print(f"warning: {' '.join(str(message).split())}", file=stream, flush=True)
+                print(f"warning: {printable(' '.join(str(message).split()))}", file=stream, flush=True)
 
     return show_and_print
 
@@ -85,7 +86,7 @@ def print_to_user(text: str) -> None:
     """Prints a line from the launcher to the user. A stream that cannot take it, such as a file on a full disk, does
     not stop the launcher."""
     with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        print("\n".join(map(printable, text.split("\n"))), file=sys.stderr, flush=True)
 
 
 def terminal() -> TextIO:

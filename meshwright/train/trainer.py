@@ -184,14 +184,14 @@ class Trainer:
         return True
 
     def _finish(self) -> dict[str, Any]:
-        """Evaluates and saves the final weights, and writes the result, which marks the run as finished. Returns the
-        result; its measured times are those of this rank."""
+        """Evaluates, saves, and writes the result, which marks the run as finished; its times are this rank's."""
         self.divergence.at_end(self.session.steps, self.session.skipped_steps)
         if self.eval_set is not None and not self._is_evaluated():
             self._evaluate(None)
         if not self._save():
             raise TrainingDiverged(f"the run ends after step {self.session.steps}, {self._describe_saved()}")
         self.checkpoints.finish()
+        self.divergence.check_last_evaluation(self.last_evaluation)
         self._report("result")
         result = {**self._describe_result(), **expert_result(self.session, self.display, self.world.rank)}
         if self.world.rank == 0 and (line := describe_wait(self.meter.loader_share, self.job.data.workers)):

@@ -20,6 +20,8 @@ from meshwright.launch.failure import (
     write_record,
 )
 from meshwright.launch.heartbeat import Heartbeat
+from meshwright.launch.output import print_to_user
+from meshwright.user_code import describe_error
 
 
 @pytest.fixture
@@ -152,3 +154,13 @@ def test_a_repeated_failure_is_not_worth_another_restart(store: HashStore, tmp_p
     assert not is_repeated(broken, broken)
     assert not is_repeated(late, broken)
     assert not repeats(fail(store, tmp_path, 0, odd, 1.0), None)
+
+
+def test_what_a_terminal_would_obey_is_shown_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = ValueError("gone \x1b[2J\x1b]0;title\x07 \u202e\r\nnext")
+    failure = failure_from_exception(hostile, 0, 0, Heartbeat.in_memory())
+    print_to_user(failure.line)
+    print_to_user(f"told as it is: {hostile}")
+    shown = describe_error(hostile) + failure.line + capsys.readouterr().err.replace("\n", "")
+    assert shown.isprintable()
+    assert shown.count(r"gone \x1b[2J\x1b]0;title\x07 \u202e") == 4

@@ -25,6 +25,7 @@ from meshwright.files.trust import is_signed_by, sign
 from meshwright.launch.output import print_to_user
 from meshwright.launch.token.run_token import other_token
 from meshwright.launch.token.signed_store import SignedStore, StrangerError
+from meshwright.user_code import printable
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.005, 0.2
 _RETRY_S = 2.0  # how long a rank waits for an answer before it says hello again
@@ -105,7 +106,7 @@ class _Door:
             answer = {"session": self._session, "signature": sign(self._token, _welcome(rank, nonce, self._session))}
             self._store.set(f"welcome/{rank}/{nonce}", json.dumps(answer))
             return
-        name = printable(machine) or "a process that is no rank"
+        name = shown_name(machine) or "a process that is no rank"
         if self._refused.get(rank) != name:
             print_to_user(f"refused: {name} came as rank {rank} without the token of this run; waiting for rank {rank}")
         self._refused[rank] = name
@@ -198,8 +199,9 @@ def read_message(message: bytes, *names: str) -> list[str]:
     return [text.encode("ascii", "replace").decode() for text in texts]
 
 
-def printable(text: str) -> str:
-    return "".join(character if character.isprintable() else "?" for character in text[:_LONGEST_NAME])
+def shown_name(text: str) -> str:
+    """Returns the name of a machine, which anybody can have written."""
+    return printable(text[:_LONGEST_NAME])
 
 
 def describe_ranks(ranks: Iterable[int]) -> str:

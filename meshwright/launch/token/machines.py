@@ -18,7 +18,7 @@ from meshwright.files.trust import is_signed_by, sign
 from meshwright.launch.environment import SESSION, store_address
 from meshwright.launch.loopback import connect_store
 from meshwright.launch.output import print_to_user
-from meshwright.launch.token.admission import printable, read_message
+from meshwright.launch.token.admission import read_message, shown_name
 from meshwright.launch.token.run_token import find_token, other_token
 from meshwright.launch.token.signed_store import SignedStore
 
@@ -57,7 +57,7 @@ class Greeter:
                     machine, number = read_message(self._store.queue_pop(_REFUSALS, block=False), "machine", "number")
                 except dist.QueueEmptyError:
                     return
-                name = printable(f"{machine} (--node-rank {number})" if machine else "a process that is no machine")
+                name = shown_name(f"{machine} (--node-rank {number})" if machine else "a process that is no machine")
                 print_to_user(f"refused: {name} came without the token of this run")
 
 

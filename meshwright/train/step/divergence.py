@@ -3,6 +3,7 @@ earlier steps. The job's `train.on_nonfinite` and `train.on_spike` say when."""
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -111,6 +112,13 @@ class DivergenceMonitor:
             )
         if steps and skipped_steps >= steps:
             raise TrainingDiverged(f"the updates of all {steps} steps were left out: {self._advice}")
+
+    @staticmethod
+    def check_last_evaluation(evaluation: tuple[int, Mapping[str, float]] | None) -> None:
+        """Raises `TrainingDiverged` if the loss of the run's last evaluation is not finite. The weights are saved."""
+        step, values = evaluation or (0, {})
+        if problem := _describe(values.get("loss", 0.0)):
+            raise TrainingDiverged(f"evaluation after step {step}: {problem}: look at the samples of data.eval")
 
     @property
     def may_rewind(self) -> bool:

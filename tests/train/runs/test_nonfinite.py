@@ -193,6 +193,13 @@ def test_a_run_that_ends_with_a_bad_loss_does_not_succeed(tmp_path: Path, steps:
     assert outcome.result is None
 
 
+def test_a_run_whose_last_evaluation_has_a_bad_loss_saves_its_weights_and_does_not_succeed(tmp_path: Path) -> None:
+    sets = {"train": {"call": "tests.train.toy:points"}, "eval": {"call": "tests.train.runs.test_nonfinite:planted"}}
+    (outcome,) = run_on(None, tmp_path, "stop", {"data": sets, "train": {"steps": 3}})
+    assert outcome.error == "evaluation after step 3: the loss is nan: look at the samples of data.eval"
+    assert (outcome.saved[-1], outcome.result) == (3, None)
+
+
 def test_a_run_whose_last_update_breaks_the_weights_does_not_succeed(tmp_path: Path) -> None:
     last = BAD_STEPS[0]
     sections = {**PROBLEMS["gradient"], "train": {"steps": last}, "checkpoint": {"every_steps": last - 1}}
