@@ -12,6 +12,7 @@ from meshwright.proof.causes.diagnose import diagnose
 from meshwright.proof.causes.evidence import Evidence, ExpectedStep
 from meshwright.proof.compare.errors import layer_scales, weight_drift
 from meshwright.proof.compare.measured_rounding import MeasuredRounding
+from meshwright.proof.compare.operators import first_different_operator
 from meshwright.proof.compare.row_scales import (
     RoundingErrors,
     buffer_scales,
@@ -22,6 +23,7 @@ from meshwright.proof.compare.row_scales import (
 from meshwright.proof.compare.step_comparator import Scales, clip_factor
 from meshwright.proof.compare.tolerance import PerturbedTraining, SumTolerance, count_reductions
 from meshwright.proof.proof import Proof
+from meshwright.proof.record.operators import OperatorRecorder, read_calls
 from meshwright.proof.reference.experiments import Experiments
 from meshwright.proof.reference.groups import choose_grouping, describe_grouping, uses_batch_statistics
 from meshwright.proof.reference.reference import Reference, preserve_generators
@@ -43,7 +45,8 @@ def compare_exactly(request: ProofRequest, folder: Path, device: torch.device) -
     proof, evidence = compare_with_evidence(request, folder, device)
     if evidence is None:
         return proof
-    return replace(proof, comparison=replace(proof.comparison, first_difference=diagnose(evidence)))
+    first = replace(diagnose(evidence), operator=_first_operator(request, evidence, folder))
+    return replace(proof, comparison=replace(proof.comparison, first_difference=first))
 
 
 def compare_with_evidence(request: ProofRequest, folder: Path, device: torch.device) -> tuple[Proof, Evidence | None]:
@@ -51,6 +54,19 @@ def compare_with_evidence(request: ProofRequest, folder: Path, device: torch.dev
     with preserve_generators(device):
         comparison = _ExactComparison(request, device)
         return comparison.run(folder), comparison.evidence
+
+
+def _first_operator(request: ProofRequest, evidence: Evidence, folder: Path) -> str | None:
+    """Returns the first operator whose values differ, if the ranks have recorded those of the step that differs."""
+    files = sorted(folder.glob("operators.*.pt"))
+    if evidence.step != request.operators_of_step or not files:
+        return None
+    whole = OperatorRecorder()
+    with preserve_generators(evidence.experiments.device):
+        evidence.experiments.run(within=whole)
+    groups = 1 if evidence.experiments.grouping == "whole" else request.plan.batch_parts
+    compared = files if groups == 1 else files[:1]  # the first group has the samples of rank 0
+    return first_different_operator(whole.calls, [read_calls(file) for file in compared], groups)
 
 
 class _ExactComparison(ReferenceComparison[Reference]):

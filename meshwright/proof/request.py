@@ -46,7 +46,9 @@ class ProofRequest:
 
     `plan` fits on the ranks that will run it. `dtype` is a key of `COMPARISON_DTYPES`. With `dropout`, dropout stays
     on. Every rank calls `prepare_session` with its session before the first step, so that a test can break the training
-    on purpose; the function must be picklable. `start` is one of `STARTS`.
+    on purpose; the function must be picklable. `start` is one of `STARTS`. In the step
+    `operators_of_step`, ranks record what the operators of the model return, so that the first one that differs can be
+    named; None for no step.
     """
 
     subject: Job | UserModel
@@ -56,6 +58,7 @@ class ProofRequest:
     dropout: bool = False
     prepare_session: Callable[[Session], None] | None = None
     start: str = "job"
+    operators_of_step: int | None = None
 
     @property
     def in_plan_precision(self) -> bool:

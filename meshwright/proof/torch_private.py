@@ -27,6 +27,11 @@ AnyDropout = dropout._DropoutNd
 TO_COPY = torch.ops.aten._to_copy.default
 
 
+def in_backward() -> bool:
+    """Whether autograd runs a backward pass in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def apply_to_tensors(module: ModuleType, change: Callable[[Tensor], Tensor]) -> ModuleType:
     """Replaces every parameter and buffer of a module by what the function returns for it, in place."""
     return module._apply(change)

@@ -22,6 +22,7 @@ from meshwright.proof.before_training.plan_kind import small_plan
 from meshwright.proof.before_training.training import Training
 from meshwright.proof.proof import Proof
 from meshwright.proof.prove import AvailableRanks, prove_in_new_ranks, prove_in_running_ranks, work_folder
+from meshwright.proof.request import ProofRequest
 from meshwright.proof.shrink import shrink
 from meshwright.proof.torch_private import process_groups
 from meshwright.train.session import Session
@@ -54,12 +55,14 @@ def check_in_new_ranks(
         if decision.kept or decision.problem:
             return _unchecked(plan, decision)
         try:
+            step = None
             for times in (1, MORE_SAMPLES):
-                request = replace(make_request(training, small, decision, times), prepare_session=prepare_session)
+                request = _request(training, small, decision, times, step, prepare_session)
                 with work_folder(None) as folder:
                     proof = prove_in_new_ranks(request, available.device, folder)
                 if proof.equal:
                     break
+                step = _step_of_difference(proof)
         except (InputError, RankError) as error:  # what the training itself meets again, or what only the check does
             return _unchecked(plan, replace(decision, problem=first_line(error)))
     return _outcome(plan, decision, proof, time.monotonic() - begin)
@@ -78,11 +81,13 @@ def check_in_running_ranks(
             return _unchecked(plan, decision)
         proof, problem = None, None
         try:
+            step = None
             for times in (1, MORE_SAMPLES):
-                request = replace(make_request(training, small, decision, times), prepare_session=prepare_session)
+                request = _request(training, small, decision, times, step, prepare_session)
                 with tempfile.TemporaryDirectory(prefix="meshwright-check-") as folder:
                     proof = prove_in_running_ranks(request, world, Path(folder))
-                if broadcast_value(proof is not None and proof.equal):
+                step = broadcast_value(_step_of_difference(proof) if proof else None)
+                if step is None:
                     break
         except InputError as error:  # raised on every rank: the plan cannot run, or not on the small model
             problem = first_line(error)
@@ -92,6 +97,25 @@ def check_in_running_ranks(
     elif proof is not None:
         outcome = _outcome(plan, decision, proof, time.monotonic() - begin)
     return Outcome(**broadcast_value(vars(outcome) if world.rank == 0 else None))
+
+
+def _request(
+    training: Training,
+    plan: Plan,
+    decision: Decision,
+    times: int,
+    operators_of_step: int | None,
+    prepare_session: PrepareSession | None,
+) -> ProofRequest:
+    request = make_request(training, plan, decision, times)
+    if plan.compute.compile != "none":  # compiled code cannot be recorded
+        operators_of_step = None
+    return replace(request, operators_of_step=operators_of_step, prepare_session=prepare_session)
+
+
+def _step_of_difference(proof: Proof) -> int | None:
+    """The step that differs; None if no step does."""
+    return max(1, proof.first_difference.step) if proof.first_difference else None
 
 
 @contextmanager
@@ -138,7 +162,8 @@ def describe_difference(proof: Proof) -> str:
     also = f" and the gradient of {first.parameter}" if first.parameter and first.what == "loss" else ""
     cause = f"{first.cause}: {first.explanation}".replace("_", " ") if first.cause else "no cause was found"
     verb = "are" if also else "is"
-    return f"in step {max(1, first.step)}, {what}{also} {verb} off by {first.error:.2g} ({cause})"
+    operator = f"; {first.operator}" if first.operator else ""
+    return f"in step {max(1, first.step)}, {what}{also} {verb} off by {first.error:.2g} ({cause}{operator})"
 
 
 def raise_if_unequal(plan: Plan, outcome: Outcome, instead: Plan | None, skip: str) -> None:

@@ -67,7 +67,8 @@ class Difference:
     as well (None if none does); for a gradient norm it is None. `rank` is the rank whose value differs: 0, unless rank
     0's value is right. `cause`, `explanation` and `ruled_out` are empty until `diagnose` has looked for the cause. Then
     they are the cause's name, a sentence with the numbers, and the names of the causes that do not fit. `fitting` are
-    all causes that fit, of which `cause` is the best.
+    all causes that fit, of which `cause` is the best. `operator` names the first operator of the forward pass whose
+    values differ, with its line; None if that was not looked for, or not found.
     """
 
     step: int
@@ -79,6 +80,7 @@ class Difference:
     explanation: str | None = None
     ruled_out: tuple[str, ...] = ()
     fitting: tuple[ExaminedCause, ...] = ()
+    operator: str | None = None
 
 
 @dataclass(frozen=True)

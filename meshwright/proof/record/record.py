@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from meshwright.exchange import broadcast_value
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.world import World
+from meshwright.proof.record.operators import OperatorRecorder, write_calls
 from meshwright.proof.record.record_with_servers import record_with_servers
 from meshwright.proof.reference.lift_casts import LiftCasts
 from meshwright.proof.reference.rank_shares import moving_shares
@@ -42,6 +44,7 @@ def record(request: ProofRequest, world: World, folder: Path, heartbeat: Heartbe
 
     session.on_gradients = record_gradients
     recorder.write_start()
+    operators = OperatorRecorder()
     batches = session.batches(setup.data, None, setup.global_batch, setup.loading, setup.drop_last)
     with default_dtype(setup.dtype):
         for step in _steps(session, request.steps):
@@ -50,10 +53,15 @@ def record(request: ProofRequest, world: World, folder: Path, heartbeat: Heartbe
                 loaded_batch = next(batches)
             batch = batch_in_dtype(loaded_batch, setup.dtype)
             recorder.note_batch(batch)
-            with LiftCasts() if request.lifts_casts else nullcontext():
+            recorded = operators if step == request.operators_of_step else nullcontext()
+            with LiftCasts() if request.lifts_casts else nullcontext(), recorded:
                 loss = session.step(batch)
             heartbeat.finish_step()
             recorder.write_step(loss)
+    if request.operators_of_step is not None:
+        shared = Path(broadcast_value(str(folder)))
+        if shared.is_dir():  # not on another machine
+            write_calls(operators, shared / f"operators.{world.rank}.pt")
     if world.size > 1:
         dist.barrier()  # no rank may exit while another still gathers
 
