@@ -185,6 +185,37 @@ class Following(nn.Module):
         return out
 
 
+class Counting(nn.Module):
+    """Multiplies by a number that grows with each forward pass."""
+
+    passes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Plain()
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        out: Tensor = self.inner(x) * self.passes
+        return out
+
+
+class Mixing(Plain):
+    def forward(self, image: Tensor) -> Tensor:
+        out: Tensor = super().forward(image - image.mean(0))
+        return out
+
+
+OTHER_MODELS: dict[str, type[nn.Module]] = {
+    "tying": Tying,
+    "casting": Casting,
+    "following": Following,
+    "counting": Counting,
+    "mixing": Mixing,
+}
+
+
 def spread(output: Tensor, target: Tensor) -> Tensor:
     """Compares samples: the deviation over the batch is a part of the loss."""
     return F.cross_entropy(output, target) - 0.1 * output.std(0).mean()
@@ -208,7 +239,7 @@ def proof_request(
 ) -> ProofRequest:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        module = {**MODELS, "tying": Tying, "casting": Casting, "following": Following}[model]()
+        module = (MODELS | OTHER_MODELS)[model]()
     user_model = UserModel(
         model=module,
         optimizer=OPTIMIZERS[optimizer](module.parameters()),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from meshwright.proof.causes.batch_buffer import batch_buffer
 from meshwright.proof.causes.batch_norm import batch_norm
 from meshwright.proof.causes.clip import local_clip
-from meshwright.proof.causes.coupled_samples import coupled_samples
+from meshwright.proof.causes.coupled_samples import coupled_samples, divided_batch
 from meshwright.proof.causes.evidence import Cause, Evidence, Verdict
 from meshwright.proof.causes.optimizer import not_optimized
 from meshwright.proof.causes.precision import low_precision
@@ -44,6 +44,7 @@ THEN: Mapping[Cause, Hypothesis] = {
     "coupled_samples": coupled_samples,
     "unweighted_shares": unweighted_shares,
     "uneven_targets": uneven_targets,
+    "divided_batch": divided_batch,
     "wrong_past": wrong_past,
     "wrong_positions": wrong_positions,
     "lost_targets": lost_targets,

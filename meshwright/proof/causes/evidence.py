@@ -30,6 +30,7 @@ Cause = Literal[
     "coupled_samples",
     "unweighted_shares",
     "uneven_targets",
+    "divided_batch",
     "wrong_past",
     "wrong_positions",
     "lost_targets",

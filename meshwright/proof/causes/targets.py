@@ -63,9 +63,13 @@ def uneven_targets(evidence: Evidence) -> Verdict | None:
     if not contributions or not (evidence.gradients_differ or only_loss):
         return None
     fitting = []
+    right = weighted_mean(contributions)
     for rule, (gradients, loss) in _rules(contributions).items():
         misfit = evidence.loss_error(loss) if only_loss else evidence.misfit(gradients)
-        if evidence.fits(misfit) and evidence.is_distinguishable(gradients):
+        is_uneven = not evidence.fits(
+            evidence.misfit(right, gradients=gradients)
+        )  # else the numbers of targets are even
+        if is_uneven and evidence.fits(misfit) and evidence.is_distinguishable(gradients):
             fitting.append((misfit, rule))
     if not fitting:
         return None
@@ -78,6 +82,12 @@ def uneven_targets(evidence: Evidence) -> Verdict | None:
         f" {counts})",
         misfit,
     )
+
+
+def weighted_mean(contributions: list[RankContribution]) -> Tensors:
+    """Returns the gradients of the mean over all targets, where each part of the batch is computed by itself."""
+    total = sum(contribution.target_count for contribution in contributions) or 1.0
+    return weighted_sum((contribution.gradient_sums for contribution in contributions), 1 / total)
 
 
 def _rules(contributions: list[RankContribution]) -> dict[str, tuple[Tensors, float]]:

@@ -163,14 +163,28 @@ class Experiments:
                 return []
             batch = self._batch_of_step(global_batches(reference.setup, request.plan, "local"))
             contributions = [RankContribution() for _ in range(request.plan.data_ranks)]
+            rank = 0
             for group in batch.groups:
                 if not group.samples:
                     continue
+                if group.rank != rank:  # which has not seen the samples of the rank before
+                    reference.model.load_state_dict(self.before, strict=False)
+                    rank = group.rank
                 gradients, loss_sum, target_count = reference.compute_group(group)
                 contributions[group.rank] = _with_microbatch(
                     contributions[group.rank], gradients, loss_sum, target_count, group.samples
                 )
             return contributions
+
+    @cached_property
+    def forward_changes_state(self) -> bool:
+        """Whether the same samples have other gradients when the model computes them again."""
+        with preserve_generators(self.device):
+            reference = self._reference(self.request, "local")
+            batch = self._batch_of_step(global_batches(reference.setup, self.request.plan, "local"))
+            group = next(group for group in batch.groups if group.samples)
+            first, again = (reference.compute_group(group)[0] for _ in range(2))
+            return any(not torch.equal(first[name], again[name]) for name in first)
 
     @cached_property
     def optimized_names(self) -> frozenset[str]:

@@ -56,6 +56,10 @@ def following(plan: dict[str, Any]) -> ProofRequest:
     return proof_request("following", optimizer="sgd", plan=plan, steps=2)
 
 
+def dividing(model: str, plan: dict[str, Any]) -> ProofRequest:
+    return proof_request(model, optimizer="sgd", plan=plan, steps=2)
+
+
 def normalized(plan: dict[str, Any], **options: Any) -> ProofRequest:
     return proof_request("normalized", optimizer="sgd", plan=plan, size=23, **{"steps": 2, **options})
 
@@ -99,6 +103,7 @@ QUICK = [
     ),
     Control("coupled_samples", comparing(R2), ComparesOwnSamples(), "compared its own samples only"),
     Control("batch_buffer", following(R2), InjectedFault(), "follows the samples of data rank 0"),
+    Control("divided_batch", dividing("counting", R2 | TWICE), InjectedFault(), "changes state"),
     Control("wrong_samples", plain(R2), faults.SamplesOfRank0(), "rank 1 computed step 1 on 4 samples, 0 of the 4"),
     Control("not_optimized", plain(R2), faults.MissingInOptimizer(), "no rank has it in its optimizer"),
     Control("local_clip", plain(S2), faults.ClippedByLocalNorm(), "the norm of its own part"),
@@ -166,6 +171,8 @@ SOAK = [
     Control("missing_reduction", gpt("C2"), faults.NoAveragerReduction(), "not reduced over the context axis"),
     Control("coupled_samples", comparing(S2), ComparesOwnSamples(), "compared its own samples only"),
     Control("batch_buffer", following(S2), InjectedFault(), "follows the samples of data rank 0"),
+    Control("divided_batch", dividing("counting", S2 | TWICE), InjectedFault(), "changes state"),
+    Control("divided_batch", dividing("mixing", R2), InjectedFault(), "depends on the others"),
     Control("doubled_reduction", bert("T2"), faults.TensorReducedTwice(), "reduced twice over the tensor axis of 2"),
     Control("tied_drift", bert("P2"), faults.DriftingTiedCopy(), "on stages 0 and 1 have different values"),
     Control(
