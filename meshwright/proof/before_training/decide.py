@@ -12,7 +12,7 @@ from meshwright.data.randomness import preserve_generators
 from meshwright.plan import Plan
 from meshwright.profile.fake import batch_size
 from meshwright.proof.before_training.digest import check_digest
-from meshwright.proof.before_training.fake_step import FakeStep, fake_step_or_none
+from meshwright.proof.before_training.fake_step import FakeStep, fake_step_or_none, runs_forward
 from meshwright.proof.before_training.kept import is_kept
 from meshwright.proof.before_training.plan_kind import samples_of_check
 from meshwright.proof.before_training.reduction import (
@@ -42,7 +42,7 @@ _FLOPS_PER_S = {"cpu": 8e9, "cuda": 1e12}  # in fp64, of one core or one GPU
 _PASSES = 2.5  # each step is computed by the ranks and by the reference, and tried once
 _S_PER_WEIGHT = 4e-7  # to write, read and compare a weight, its gradient and its optimizer state in one step
 _BYTES_PER_WEIGHT = 8 * 4  # of a copy of the model in fp64, with gradients and an optimizer's state
-_WIDTHS_TRIED = 6  # sizes of wide layers that are made small, one after the other; each takes a traced step
+_WIDTHS_TRIED = 6  # sizes of wide layers that are made small, one after the other; each takes a traced pass
 _LENGTH = 64  # to which sequences and images are cut
 
 
@@ -144,7 +144,7 @@ def _shorter_lengths(training: Training, plan: Plan, blocks: Reduction) -> dict[
     lengths: dict[int, int] = {}
     for size in longest_sizes(training.sample_batch, length):
         tried = {**lengths, size: length}
-        if fake_step_or_none(training, replace(blocks, lengths=tried)) is not None:
+        if runs_forward(training, replace(blocks, lengths=tried)):
             lengths = tried
     return lengths
 
@@ -156,7 +156,7 @@ def _narrower_widths(training: Training, item: Reduction) -> dict[int, int]:
     widths: dict[int, int] = {}
     for size in wide_sizes(training.model, frozenset(skipped))[:_WIDTHS_TRIED]:
         tried = replace(item, widths={**widths, size: NARROW})
-        if fake_step_or_none(training, tried) is not None:
+        if runs_forward(training, tried):
             widths = dict(tried.widths)
     return widths
 
