@@ -224,6 +224,7 @@ class Session(OwnLoop):
             loss = self.graphs(examples, samples, self.loss_scale.value if self.loss_scale else None)
         else:
             loss = self._run_forward_backward(examples, samples)
+        self._late_hooks.after_pass()
         self._report("optimizer")
         if self._step_check:
             self.nonfinite, self.spike = self._step_check.examine(loss)

@@ -57,9 +57,10 @@ class Position:
 
 
 def stack_of(frame: FrameType | None) -> list[StackEntry]:
-    """Returns the stack of a running thread, the innermost frame last."""
+    """Returns the stack of a running thread, the innermost frame last. The thread goes on meanwhile, so that what a
+    frame names as the one before it may be something else by then, and ends the stack."""
     entries: list[StackEntry] = []
-    while frame is not None:
+    while isinstance(frame, FrameType):
         entries.append((frame, frame.f_lineno or 0))  # code that has just been entered has no line yet
         frame = frame.f_back
     return entries[::-1]

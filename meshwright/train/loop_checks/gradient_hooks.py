@@ -131,6 +131,10 @@ class LateHooks:
         self._of_modules.watch_new()
         self._check_replaced(parallel)
 
+    def after_pass(self) -> None:
+        """Notes after a forward pass what it has registered by itself."""
+        self._of_modules.know_own()
+
     def _check_replaced(self, parallel: ParallelModel) -> None:
         """Raises an `InputError` if a parameter was replaced that the plan has sharded, because in a pass the shards
         take its place again."""

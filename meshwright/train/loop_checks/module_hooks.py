@@ -1,6 +1,7 @@
 """Hooks on modules that were registered after `parallelize`. Those that are registered before are part of the model
-that a plan divides and that is checked; later ones see what a rank has of a value, and may be on some ranks only. A
-hook that only looks is of no concern, so each new hook is watched for whether it changes anything."""
+that a plan divides and that is checked, and so are those that its own forward pass registers; later ones see what a
+rank has of a value, and may be on some ranks only. A hook that only looks is of no concern, so each new hook is watched
+for whether it changes anything."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -31,6 +32,14 @@ class ModuleHooks:
             for key, hook in hooks.items():
                 if (id(hooks), key) not in self._known and not isinstance(hook, _WatchedHook) and _code_of(hook):
                     hooks[key] = _WatchedHook(hook)
+        self._registered = RemovableHandle.next_id
+
+    def know_own(self) -> None:
+        """Called after each forward pass: hooks that were registered in it are the model's own."""
+        if RemovableHandle.next_id == self._registered:
+            return
+        for _, hooks in self._all():
+            self._known |= {(id(hooks), key) for key in hooks if key >= self._registered}
         self._registered = RemovableHandle.next_id
 
     def changing(self) -> dict[str, str]:

@@ -115,7 +115,9 @@ class OwnLoop:
         is_borrowed = torch.is_grad_enabled() and self._prepared_share is not None and not self._prepared_share.samples
         borrowed = borrowed_samples(self._parallel.module) if is_borrowed else nullcontext()
         with self.generators.seeded(seed) if self.seeds_passes else nullcontext(), borrowed:
-            return self._parallel.forward(*arguments, **keywords)
+            output = self._parallel.forward(*arguments, **keywords)
+        self._late_hooks.after_pass()
+        return output
 
     @explains_errors
     def forward(self, batch: Any) -> Tensor:
@@ -382,8 +384,7 @@ class OwnLoop:
         return cut_share(self._share_of(batch), self._parallel.plan)
 
     def _check_first_batch(self, data: Any) -> None:
-        """In the first step of a user's loop over another loader, raises an `InputError` if the ranks' batches cannot
-        be their shares of a global batch."""
+        """Raises an `InputError` if the first batches of another loader cannot be shares of a global batch."""
         if self.checks_first_batch and self._parallel.mesh is not None and self._prepared_share is None:
             check_shares(data, self._parallel.position.data_rank)
         self.checks_first_batch = False
@@ -395,6 +396,5 @@ class OwnLoop:
             check(data, together)
 
     def _check_plan(self, method: str) -> None:
-        reason = why_only_step(self._parallel.plan)
-        if reason is not None:
+        if reason := why_only_step(self._parallel.plan):
             raise InputError(f"session.{method} cannot run under the plan ({self._parallel.plan.summary()}): {reason}")

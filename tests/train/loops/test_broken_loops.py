@@ -166,6 +166,35 @@ def test_a_late_hook_that_changes_what_a_plan_divides_is_refused(two: RankPool) 
         assert "was registered with 0 after parallelize and changes what it is called with" in message
 
 
+class RegistersItsOwn(nn.Sequential):
+    """Registers a hook that changes values in its first forward pass."""
+
+    has_registered = False
+
+    def forward(self, x: Any) -> Any:
+        if not self.has_registered:
+            self[1].register_forward_hook(lambda module, inputs, output: output * 2)
+            self.has_registered = True
+        return super().forward(x)
+
+
+def train_with_own_hook(rank: int, size: int, plan: str | None) -> list[float]:
+    torch.manual_seed(0)
+    model = RegistersItsOwn(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [tuple(value.double() for value in batch(step, 0)) for step in range(3)]
+    session = mw.parallelize(
+        model, optimizer, loss=F.mse_loss, plan=PLANS[plan] if plan else None, device="cpu", sample_batch=batches[0]
+    )
+    return [float(session.step(each)) for each in batches]
+
+
+def test_a_hook_that_the_forward_pass_registers_is_the_models_own(two: RankPool) -> None:
+    alone = train_with_own_hook(0, 1, None)
+    for losses in two.run(train_with_own_hook, "tensor"):
+        assert losses == pytest.approx(alone, rel=1e-12)
+
+
 def test_weights_are_compared_before_they_are_saved(two: RankPool) -> None:
     for message in two.run(train, "replicate", change_weights, 11, 11):
         assert "3.weight of rank 1 differ" in message
