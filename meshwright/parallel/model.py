@@ -29,6 +29,7 @@ from meshwright.parallel.replicate.gradient_averaging import GradientAverager
 from meshwright.parallel.replicate.local_steps import LocalSteps
 from meshwright.parallel.replicate.replicate import broadcast_buffers, forget_compressed_gradients
 from meshwright.parallel.tensor.dimension_partition import shard_input_columns
+from meshwright.parallel.tensor.memory.shared_memory import refuse_lost_writes
 from meshwright.parallel.tensor.shard_view import gather_shard_views
 from meshwright.parallel.torch_private import as_one_graph, comm_hook_states
 from meshwright.parallel.weights.layout import ParameterLayout, TiedLayout
@@ -210,6 +211,7 @@ class ParallelModel:
     def _forward(self, model: nn.Module, example: ModelBatch) -> Any:
         with forward_precision(self.plan, self.device.type):
             output = model(*example.arguments, **example.keywords)
+        refuse_lost_writes(at_end=True)
         return at_least_fp32(output)
 
     # ---- passes that a user's own loop runs

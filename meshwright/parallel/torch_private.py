@@ -246,6 +246,13 @@ def storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def is_storage_shared(tensor: Tensor) -> bool:
+    """Whether there is another tensor with the tensor's storage."""
+    storage = tensor.untyped_storage()
+    references: int = torch._C._storage_Use_Count(storage._cdata)
+    return references > 2  # that of the tensor, and `storage`
+
+
 # ---- shards of FSDP2 (weights/offload.py)
 
 

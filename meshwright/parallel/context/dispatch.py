@@ -24,9 +24,9 @@ from meshwright.parallel.context.sequence_view import (
 )
 from meshwright.parallel.tensor.dispatch import dispatch_by_rules, wrap_results
 from meshwright.parallel.tensor.local_calls import LocalCall, derive_local_call, run_local_call
+from meshwright.parallel.tensor.memory.shared_memory import call_on_gathered, note_writes, version
 from meshwright.parallel.tensor.randomness import call_with_rank_seed
 from meshwright.parallel.tensor.shard_view import ShardView
-from meshwright.parallel.tensor.shared_memory import call_on_gathered, note_writes, version
 from meshwright.parallel.torch_private import (
     DisableTorchFunction,
     tree_flatten,

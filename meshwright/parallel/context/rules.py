@@ -18,8 +18,8 @@ from meshwright.parallel.context.sequence_view import (
 )
 from meshwright.parallel.context.tiles import Dropout
 from meshwright.parallel.differentiable_collectives import IndexRanges
+from meshwright.parallel.tensor.memory.shared_memory import join_memory
 from meshwright.parallel.tensor.shard_view import ShardView
-from meshwright.parallel.tensor.shared_memory import join_memory
 from meshwright.parallel.torch_private import (
     attention_function,
     cross_entropy_function,

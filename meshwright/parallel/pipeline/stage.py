@@ -14,6 +14,7 @@ from meshwright.parallel.pipeline.remote_modules import ActiveForward, StageForw
 from meshwright.parallel.pipeline.shape_inference import InferredShapes, ShapeInference
 from meshwright.parallel.pipeline.stage_dataflow import BoundaryTensor, CallKey, StageDataflow, TensorPosition
 from meshwright.parallel.pipeline.transport import ActivationSpec, BufferSpec, pack_for_send, unpack_received
+from meshwright.parallel.tensor.memory.shared_memory import refuse_lost_writes
 
 
 class Stage(nn.Module):
@@ -74,6 +75,7 @@ class Stage(nn.Module):
         values = {tensor.value_id: value for tensor, value in zip(self.received, received, strict=True)}
         with self.active_forward.running(StageForward(self.transfers, fake_outputs, values)):
             output = self.model(*arguments, **keywords)
+        refuse_lost_writes(at_end=True)
         return output if self.is_last else values
 
     def _as_sequences(self, received: tuple[Tensor, ...], shapes: InferredShapes) -> tuple[Tensor, ...]:

@@ -19,16 +19,7 @@ from torch.nn import Parameter
 from meshwright.errors import InputError
 from meshwright.parallel.differentiable_collectives import average_gradient, slice_own_shard
 from meshwright.parallel.tensor.local_calls import LocalCall, derive_local_call, run_local_call
-from meshwright.parallel.tensor.outside_dispatch import (
-    AUTOGRAD_ENTRIES,
-    call_autograd_function,
-    refuse_hidden_results,
-    refuse_unknown,
-)
-from meshwright.parallel.tensor.products import PRODUCTS, enter_sharded_work
-from meshwright.parallel.tensor.randomness import call_with_rank_seed
-from meshwright.parallel.tensor.shard_view import ShardSpec, ShardView, is_shard_view
-from meshwright.parallel.tensor.shared_memory import (
+from meshwright.parallel.tensor.memory.shared_memory import (
     call_on_gathered,
     join_memory,
     note_result,
@@ -38,6 +29,15 @@ from meshwright.parallel.tensor.shared_memory import (
     shares_memory,
     version,
 )
+from meshwright.parallel.tensor.outside_dispatch import (
+    AUTOGRAD_ENTRIES,
+    call_autograd_function,
+    refuse_hidden_results,
+    refuse_unknown,
+)
+from meshwright.parallel.tensor.products import PRODUCTS, enter_sharded_work
+from meshwright.parallel.tensor.randomness import call_with_rank_seed
+from meshwright.parallel.tensor.shard_view import ShardSpec, ShardView, is_shard_view
 from meshwright.parallel.tensor.vocabulary import VOCABULARY
 from meshwright.parallel.torch_private import (
     DisableTorchFunction,

@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 from meshwright.errors import InputError
 from meshwright.parallel.differentiable_collectives import apply_collective, result_shape
 from meshwright.parallel.tensor.dispatch import METADATA, dispatch_function, function_name
+from meshwright.parallel.tensor.memory.shared_memory import shares_memory, version
 from meshwright.parallel.tensor.randomness import call_with_rank_seed
 from meshwright.parallel.tensor.shard_view import ShardView, is_shard_view
-from meshwright.parallel.tensor.shared_memory import shares_memory, version
 from meshwright.parallel.torch_private import FakeTensorMode, tree_flatten, tree_map
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from meshwright.errors import InputError
 from meshwright.parallel.differentiable_collectives import all_gather_tensor, slice_of_rank
+from meshwright.parallel.tensor.memory.shared_memory import refresh, watch_copy
 from meshwright.parallel.tensor.shard_view import ShardView, is_shard_view
-from meshwright.parallel.tensor.shared_memory import refresh, watch_copy
 from meshwright.parallel.tensor.torch_private import (
     convert_arguments_outside_dispatch,
     custom_function_of,

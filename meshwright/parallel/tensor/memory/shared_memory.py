@@ -10,12 +10,15 @@ each tensor of the unmodified model, which shard views and which gathered copies
     a shard view is written                      gathered copies that the model still shows are        `note_writes`
                                                  gathered again
     the model writes into a view of a copy       noticed when a shard view of that memory is used      `refresh`
+    the same, while it holds a view of another   an error, noticed when any shard view is used, or     `refuse_lost_`
+    copy of that memory                          when the forward pass ends                            `writes`
     a shard view is written that another one     the other one is stale, and using it is an error      `refresh`
     shows, but without sharing local memory
 
 Writes are recognized by the version counters of tensors, not by the names of functions.
 """
 
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -25,11 +28,10 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import InputError
+from meshwright.parallel.tensor.memory.plain_effects import plain_aliases, plain_effects, storage_of
 from meshwright.parallel.tensor.shard_view import ShardView
 from meshwright.parallel.torch_private import (
-    DisableTorchFunction,
-    disable_dispatch_modes,
-    storage_id,
+    is_storage_shared,
     tree_flatten,
     tree_unflatten,
 )
@@ -46,6 +48,11 @@ class GatheredCopy:
     full_version: int
     local_version: int
 
+    @property
+    def is_written(self) -> bool:
+        """Whether the model has written into it since both tensors were equal."""
+        return version(self.full) != self.full_version
+
 
 class SharedMemory:
     """The shard views and gathered copies that show the memory of one tensor of the unmodified model."""
@@ -61,6 +68,26 @@ class SharedMemory:
         refresh([view])
 
 
+@dataclass(frozen=True)
+class _TwoCopies:
+    """Two gathered copies of one memory of which the model's code has held views at a time. `line` has taken the later
+    of these views."""
+
+    first: GatheredCopy
+    second: GatheredCopy
+    line: str
+
+
+class _HeldTogether(threading.local):
+    """Copies of which the model's code has held views at a time since the forward pass began."""
+
+    def __init__(self) -> None:
+        self.copies: list[_TwoCopies] = []
+
+
+_HELD_TOGETHER = _HeldTogether()
+
+
 def version(tensor: Tensor) -> int:
     """How often the tensor was written in place; -1 where this is not counted, in inference mode. Of a shard view, that
     of its local tensor."""
@@ -69,17 +96,10 @@ def version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _storage(tensor: Tensor) -> int:
-    while isinstance(tensor, ShardView):
-        tensor = tensor.local_tensor
-    with DisableTorchFunction():
-        return storage_id(tensor)
-
-
 def shares_memory(result: Tensor, arguments: list[Any]) -> bool:
     """Whether the local result of a function shows the memory of one of its local arguments."""
-    storage = _storage(result)
-    return any(isinstance(argument, Tensor) and _storage(argument) == storage for argument in arguments)
+    storage = storage_of(result)
+    return any(isinstance(argument, Tensor) and storage_of(argument) == storage for argument in arguments)
 
 
 def memory_of(view: ShardView) -> SharedMemory:
@@ -103,6 +123,7 @@ def join_memory(source: ShardView, view: ShardView) -> None:
 def refresh(views: Iterable[ShardView]) -> None:
     """Called before a function uses these views: takes over what the model has written into gathered copies of them.
     Raises an `InputError` for a view of which this is not possible."""
+    refuse_lost_writes()
     for view in views:
         memory: SharedMemory | None = view.memory
         if memory is None:
@@ -115,6 +136,31 @@ def refresh(views: Iterable[ShardView]) -> None:
             raise _stale_error(view)
 
 
+def refuse_lost_writes(*, at_end: bool = False) -> None:
+    """Raises an `InputError` if the model has written into a view of one full copy of a memory while it held a view of
+    another copy, where this does not show. Called before functions use shard views, and with `at_end` where a forward
+    pass ends."""
+    held = _HELD_TOGETHER.copies
+    if not held:
+        return
+    _HELD_TOGETHER.copies = []
+    for pair in held:
+        if pair.first.is_written or pair.second.is_written:
+            raise _lost_write_error(pair)
+        if not at_end and is_storage_shared(pair.first.full) and is_storage_shared(pair.second.full):
+            _HELD_TOGETHER.copies.append(pair)
+
+
+def _lost_write_error(pair: _TwoCopies) -> InputError:
+    group = pair.second.view.spec.group
+    return InputError(
+        f"{pair.line} takes a view of a tensor of which the model already holds another view, and writes into one of"
+        f" them in place. The tensor is divided over the {group.size} ranks of the {group.axis} axis, and what is"
+        f" written into one of these views does not show in the other: clone one of them, or set"
+        f" plan.axes.{group.axis} to 1"
+    )
+
+
 def note_writes(views: Iterable[ShardView], versions: Iterable[int]) -> None:
     """Called after a function has run on local tensors of these views, which had these versions before."""
     for view, before in zip(views, versions, strict=True):
@@ -123,19 +169,35 @@ def note_writes(views: Iterable[ShardView], versions: Iterable[int]) -> None:
             _follow_write(view)
 
 
+def _show_the_same(first: ShardView, second: ShardView) -> bool:
+    """Whether what is written into one of these views is known to reach the other: their local tensors share memory, or
+    are divided themselves, over another axis, and views of one full copy."""
+    return not _local_storages(first).isdisjoint(_local_storages(second))
+
+
+def _local_storages(view: ShardView) -> set[int]:
+    local = view.local_tensor
+    memory: SharedMemory | None = local.memory if isinstance(local, ShardView) else None
+    return {storage_of(view)} | {storage_of(copy.full) for copy in (memory.copies if memory is not None else ())}
+
+
 def _follow_write(written: ShardView, source: GatheredCopy | None = None) -> None:
     """Makes the other views and the gathered copies of the view's memory show what was written into it. `source` is the
     copy that it was written into first."""
     memory: SharedMemory | None = written.memory
     if memory is None:
         return
-    storage = _storage(written)
+    reached = [written]
     for other in memory.others(written):
         other.gathered_copy = None
-        if _storage(other) != storage and other.stale_since is None:
+        if _show_the_same(other, written):
+            if isinstance(other.local_tensor, ShardView):
+                refresh([other.local_tensor])
+            reached.append(other)
+        elif other.stale_since is None:
             other.stale_since = running_line()
     for copy in memory.copies:
-        if copy is not source and (copy.view is written or version(copy.view) != copy.local_version):
+        if copy is not source and any(copy.view is view for view in reached):
             copy.full.copy_(copy.view.gathered())
         elif copy.view.stale_since is not None:  # the model may use views of the copy, which are ordinary tensors
             raise _stale_error(copy.view)
@@ -154,19 +216,23 @@ def _stale_error(view: ShardView) -> InputError:
 def watch_copy(view: ShardView, full: Tensor) -> None:
     """Notes that the model's code holds a full copy of the view, or views of this copy."""
     memory = memory_of(view)
-    if not any(copy.full is full for copy in memory.copies):
-        memory.copies.append(GatheredCopy(view, full, version(full), version(view)))
+    copy = next((copy for copy in memory.copies if copy.full is full), None)
+    if copy is None:
+        copy = GatheredCopy(view, full, version(full), version(view))
+        memory.copies.append(copy)
+    for other in memory.copies:
+        if storage_of(other.full) != storage_of(full) and is_storage_shared(other.full):
+            _HELD_TOGETHER.copies.append(_TwoCopies(other, copy, running_line()))
 
 
 def write_back(view: ShardView, full: Tensor) -> None:
     """Gives the view this rank's part of the full tensor."""
     part = view.part_of(full)
     view.gathered_copy = None
-    storage = _storage(view)
     if view.local_tensor.requires_grad and not part.requires_grad:  # written under `no_grad`: gradients pass it by
         with torch.no_grad():
             view.local_tensor.copy_(part)
-    elif view.memory is not None and any(_storage(other) == storage for other in view.memory.others(view)):
+    elif view.memory is not None and any(_show_the_same(other, view) for other in view.memory.others(view)):
         view.local_tensor.copy_(part)  # other views show this memory
     else:
         view.local_tensor = part
@@ -189,8 +255,8 @@ def shard_views(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ShardView
 def note_result(func: Any, leaves: list[Any], tree: Any, number: int, view: ShardView) -> None:
     """Called with the result of this number of a function that has run on local tensors, if it may show memory of an
     argument: makes the view share memory exactly if it would in the unmodified model."""
-    storage = _storage(view)
-    sharing = [leaf for leaf in leaves if isinstance(leaf, ShardView) and _storage(leaf) == storage]
+    storage = storage_of(view)
+    sharing = [leaf for leaf in leaves if isinstance(leaf, ShardView) and storage_of(leaf) == storage]
     aliases = plain_aliases(func, leaves, tree)
     position = aliases[number] if number < len(aliases) else None
     if not aliases:  # unknown: local tensors behave as full ones do
@@ -254,12 +320,12 @@ def _remember(
     """Returns the result, with a view in the place of its full copy. Adds the copies whose memory it shows to the
     memory of their views."""
     outputs, output_tree = tree_flatten(result, is_leaf=_is_view)
-    storages = {_storage(full): (view, full) for view, full in copies.values()}
+    storages = {storage_of(full): (view, full) for view, full in copies.values()}
     aliases: tuple[int | None, ...] | None = None
     for number, output in enumerate(outputs):
-        if not isinstance(output, Tensor) or _storage(output) not in storages:
+        if not isinstance(output, Tensor) or storage_of(output) not in storages:
             continue
-        view, full = storages[_storage(output)]
+        view, full = storages[storage_of(output)]
         if output is full:
             outputs[number] = view
             continue
@@ -271,19 +337,9 @@ def _remember(
     return tree_unflatten(outputs, output_tree)
 
 
-# ---- what a function does in the unmodified model
-
-
-def plain_aliases(func: Any, leaves: list[Any], tree: Any) -> tuple[int | None, ...]:
-    """For each result of the function on full tensors, the position of the argument whose memory it shows; None for
-    results with memory of their own. Empty if this depends on values, as for functions that copy selected elements."""
-    outcome = _dry_run(func, leaves, tree)
-    return outcome[0] if outcome else ()
-
-
 def _writes(func: Any, leaves: list[Any], tree: Any, view: ShardView) -> bool:
     """Whether the function writes into the view. Only asked where versions are not counted."""
-    outcome = _dry_run(func, leaves, tree)
+    outcome = plain_effects(func, leaves, tree)
     position = next(number for number, leaf in enumerate(leaves) if leaf is view)
     if outcome is None:
         raise InputError(
@@ -291,81 +347,6 @@ def _writes(func: Any, leaves: list[Any], tree: Any, view: ShardView) -> bool:
             " axis, which cannot be followed in inference mode: use torch.no_grad instead"
         )
     return position in outcome[1]
-
-
-Effects = tuple[tuple[int | None, ...], frozenset[int]]
-
-
-def _dry_run(func: Any, leaves: list[Any], tree: Any) -> Effects | None:
-    """Returns the argument of which each result shows memory, and the arguments that are written; None if the function
-    needs values. It is run once for each combination of shapes and layouts."""
-    known = next(leaf for leaf in leaves if isinstance(leaf, ShardView)).spec.group.local_calls
-    key = ("effects", func, tree, tuple(_layout_key(leaf) for leaf in leaves))
-    try:
-        if key not in known:
-            known[key] = _run_without_memory(func, leaves, tree)
-    except TypeError:  # an argument that cannot be hashed
-        return _run_without_memory(func, leaves, tree)
-    effects: Effects | None = known[key]
-    return effects
-
-
-def _layout_key(leaf: Any) -> Any:
-    if isinstance(leaf, slice):
-        return ("slice", leaf.start, leaf.stop, leaf.step)
-    if not isinstance(leaf, Tensor):
-        return (type(leaf), leaf)
-    local = leaf
-    while isinstance(local, ShardView):
-        local = local.local_tensor
-    return (tuple(leaf.shape), leaf.dtype, tuple(local.shape), local.stride())
-
-
-def _run_without_memory(func: Any, leaves: list[Any], tree: Any) -> Effects | None:
-    """Runs the function on tensors without memory that have the layout of the unmodified model's."""
-    try:
-        with DisableTorchFunction(), disable_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
-            stand_ins = [_stand_in(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            args, kwargs = tree_unflatten(stand_ins, tree)
-            outputs = tree_flatten(func(*args, **kwargs))[0]
-            storages = {_storage(leaf): position for position, leaf in enumerate(stand_ins) if isinstance(leaf, Tensor)}
-            aliases = tuple(
-                storages.get(_storage(output)) if isinstance(output, Tensor) else None for output in outputs
-            )
-            written = (
-                position for position, leaf in enumerate(stand_ins) if isinstance(leaf, Tensor) and leaf._version
-            )
-            return aliases, frozenset(written)
-    except Exception:
-        return None
-
-
-def _stand_in(leaf: Tensor) -> Tensor:
-    local = leaf
-    while isinstance(local, ShardView):
-        local = local.local_tensor
-    strides = full_strides(tuple(local.shape), local.stride(), tuple(leaf.shape))
-    return torch.empty_strided(leaf.shape, strides, dtype=leaf.dtype, device="meta")
-
-
-def full_strides(
-    local_shape: tuple[int, ...], local_strides: tuple[int, ...], shape: tuple[int, ...]
-) -> tuple[int, ...]:
-    """The strides of a tensor of `shape` whose memory is laid out like that of a local part of it: dimensions in the
-    same order, and gaps where the part has gaps."""
-    if len(local_shape) != len(shape):
-        return tuple(torch.empty(shape, device="meta").stride())
-    strides = [0] * len(shape)
-    packed_local, packed_full = 1, 1
-    # From the innermost dimension to the outermost; of dimensions with equal strides, the last one is the innermost.
-    for dim in sorted(range(len(shape)), key=lambda dim: (local_strides[dim], -dim)):
-        stride = local_strides[dim]
-        if stride == 0:
-            continue
-        gap = max(1, -(-stride // packed_local)) if local_shape[dim] > 1 else 1
-        strides[dim] = gap * packed_full
-        packed_local, packed_full = max(stride, 1) * local_shape[dim], strides[dim] * shape[dim]
-    return tuple(strides)
 
 
 def _is_view(tree: Any) -> bool:
