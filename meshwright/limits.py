@@ -2,11 +2,13 @@
 smallest one. A number outside of them raises an error that says the limit, where computing with it would fail later,
 give infinities, or never end."""
 
-from numbers import Real
+from numbers import Integral, Real
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
+
+from meshwright.errors import InputError
 
 # The planner ranks the plans of a cluster of this size in about ten seconds; its time grows with the number of devices.
 MOST_DEVICES = 65_536
@@ -20,6 +22,12 @@ MOST_STEPS = 99_999_999  # the names of checkpoints have eight digits
 def is_number(value: Any) -> bool:
     """Whether a value is an integer or a floating-point number of Python or NumPy; NaN is one, True is none."""
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """Raises an `InputError` if an argument of a function is no whole number from `least` on."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        raise InputError(f"{name} is {value!r}: give a whole number of at least {least}")
 
 
 def at_most(limit: float, text: str) -> AfterValidator:

@@ -21,6 +21,7 @@ from meshwright.errors import InputError, MeshwrightError, NotPredictable, UserC
 from meshwright.exchange import broadcast_value
 from meshwright.job import Job, load_plan
 from meshwright.launch.world import World, join
+from meshwright.limits import check_count
 from meshwright.parallel.tensor.dimension_partition import dimension_partition_plan
 from meshwright.plan import Plan
 from meshwright.plan_fields.constraints import make_constraints
@@ -228,6 +229,7 @@ def best_plan(
     >>> plan.axes.shard
     8
     """
+    check_count("global_batch", global_batch)
     constraints = make_constraints(fix, avoid, max_memory)
     budget_s = checked_budget_s(tune, cluster)
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")

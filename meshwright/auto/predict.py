@@ -10,6 +10,8 @@ from torch import nn
 from meshwright.calibrate.model_operators import measure_model_operators
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
+from meshwright.errors import InputError
+from meshwright.limits import check_count
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Axes
 from meshwright.profile.optimizer import optimizer_cost
@@ -43,6 +45,9 @@ def predict(
     >>> prediction.step_s < 0.01 and sum(prediction.memory.breakdown.values()) == prediction.memory_bytes
     True
     """
+    check_count("global_batch", global_batch)
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}, not an nn.Module")
     machines = find_cluster(cluster) if isinstance(cluster, str) else cluster
     run_plan = plan or Plan(axes=Axes(replicate=min(machines.device_count, global_batch)))
     check_size(run_plan, machines, global_batch)

@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 from meshwright.data.batch import Batch, LoadingOptions, Microbatch, SampleShare, StreamState
 from meshwright.data.mapped import eval_mapped, train_mapped
 from meshwright.data.streams import eval_stream, train_stream
+from meshwright.limits import check_count
 
 __all__ = [
     "Batch",
@@ -44,6 +45,8 @@ def train_batches(
     of epoch `epochs` - 1; they never end if `epochs` is None. `stream_state` is that of the batch before `start`, if a
     checkpoint has it: a stream that can continue there does not read what comes before. Close the iterator to end its
     worker processes at once."""
+    if epochs is not None:
+        check_count("epochs", epochs, least=0)
     train = partial(train_stream, state=stream_state) if is_stream(dataset) else train_mapped
     return train(
         dataset,

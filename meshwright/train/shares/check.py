@@ -4,6 +4,7 @@ update shards in proportion to memory."""
 from torch.optim import Optimizer
 
 from meshwright.errors import InputError
+from meshwright.limits import check_count
 from meshwright.plan import Plan
 from meshwright.plan_fields.shares import describe_shares, fewest_parts, share_sizes
 from meshwright.profile.optimizer import is_elementwise
@@ -13,6 +14,7 @@ def check_global_batch(plan: Plan, global_batch: int, partition: str = "batch", 
     """Raises an `InputError` if a global batch has too few samples for all ranks and microbatches of the plan, or if
     the plan's shares do not go with `data.partition`. `parts` is the number of parts of the data set, if it is
     given."""
+    check_count("global_batch", global_batch)
     if global_batch < plan.batch_parts:
         raise InputError(
             f"train.global_batch is {global_batch}, smaller than {plan.data_ranks} data-parallel ranks ×"

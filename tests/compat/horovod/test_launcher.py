@@ -54,6 +54,11 @@ def test_a_script_that_does_not_exist_is_refused_before_ranks_are_started(comman
         launch(["-np", "2", *command])
 
 
+def test_a_program_that_does_not_exist_is_refused_before_ranks_are_started() -> None:
+    with pytest.raises(InputError, match="/nope: there is no such program"):
+        launch(["-np", "2", "/nope"])
+
+
 SCRIPT = """
 import os, signal, sys
 import torch

@@ -1,6 +1,7 @@
 """`python -m meshwright.compat.horovod` and `meshwright horovodrun`."""
 
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ def launch(arguments: Sequence[str]) -> None:
     script = options.command[1] if len(options.command) > 1 and options.command[0] == sys.executable else ""
     if script.endswith(".py") and not Path(script).is_file():
         raise InputError(f"{script}: there is no such script")
+    if shutil.which(options.command[0]) is None:
+        raise InputError(f"{options.command[0]}: there is no such program")
     if not options.counts_ranks and is_rank():
         variables = launch_environment(**import_variables(), **options.variables)
         os.execvpe(options.command[0], options.command, variables)
