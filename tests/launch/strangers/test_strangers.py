@@ -1,4 +1,4 @@
-"""Another user of the machine attacks runs under every launcher: nothing of his is answered, executed or changed, and
+"""Another user of the machine attacks runs under the launchers of Meshwright: nothing of his is answered, executed or changed, and
 the run ends with the weights of an undisturbed one, bit for bit."""
 
 import os
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.forking.environment import REPOSITORY
-from tests.launch.launchers.runs import TRAIN, need, weights, write_job
+from tests.launch.launchers.runs import TRAIN, weights, write_job
 from tests.launch.processes import tree
 from tests.launch.strangers.attack import Attack, attacked, listening_ports
 from tests.soaked import all_but
@@ -22,8 +22,6 @@ FEWEST_TRIES = 200
 _LIMIT_S = 500.0
 STEPS = 6
 EXECUTED = Path("/tmp/meshwright-stranger-was-here")
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", *TRAIN[2:]]
-MPIRUN = ["mpirun.mpich", "-n", "2", *TRAIN]
 HOROVODRUN = [sys.executable, "-m", "meshwright", "horovodrun", "-np", "2"]
 
 TORCH_STORE = """
@@ -148,8 +146,6 @@ SERVERS = {
 }
 LAUNCHERS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "train": (TRAIN, {}),
-    "torchrun": (TORCHRUN, {}),
-    "mpirun": (MPIRUN, {}),
     "servers": (TRAIN, {"plan": SERVERS}),
 }
 
@@ -157,8 +153,6 @@ LAUNCHERS: dict[str, tuple[list[str], dict[str, Any]]] = {
 @pytest.mark.parametrize("launcher", all_but({"train"}, LAUNCHERS))
 def test_a_stranger_changes_no_bit_of_a_training(launcher: str, open_folder: Path) -> None:
     command, changes = LAUNCHERS[launcher]
-    if launcher == "mpirun":
-        need(MPIRUN[0])
     folders = {name: open_folder / name for name in ("undisturbed", "attacked")}
     for name, folder in folders.items():
         job = write_job(folder, train={"steps": STEPS, "global_batch": 16, "seed": 0}, **changes)
