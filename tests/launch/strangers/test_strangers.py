@@ -1,5 +1,5 @@
-"""Another user of the machine attacks runs under the launchers of Meshwright: nothing of his is answered, executed or changed, and
-the run ends with the weights of an undisturbed one, bit for bit."""
+"""Another user of the machine attacks runs under the launchers of Meshwright: nothing of his is answered, executed or
+changed, and the run ends with the weights of an undisturbed one, bit for bit."""
 
 import os
 import subprocess
