@@ -16,11 +16,11 @@ def first_different_operator(
 ) -> str | None:
     """Returns, as text, the first operator that has other values on a rank than on one device; None if none is found.
     `whole` are the calls of one device, which took the batch in so many `groups`."""
-    calls = Counter(call.place[:2] for call in whole)
+    counts = Counter(call.place[:3] for call in whole)
     by_place: list[Mapping[Place, OperatorCall]] = [{call.place: call for call in calls} for calls in ranks]
     for expected in whole:
-        line, name, number = expected.place
-        if number >= max(1, calls[line, name] // groups):  # a rank's next microbatch may be another one
+        line, name, module, number = expected.place
+        if number >= max(1, counts[line, name, module] // groups):  # a rank's next microbatch may be another one
             continue
         for rank, of_rank in enumerate(by_place):
             found = of_rank.get(expected.place)
@@ -28,8 +28,8 @@ def first_different_operator(
                 continue
             which = _different_side(found, expected)
             if which is not None:
-                module = f" of {expected.module}" if expected.module else ""
-                return f"{which} {name}{module} ({line}) is the first value that differs, on rank {rank}"
+                of_module = f" of {module}" if module else ""
+                return f"{which} {name}{of_module} ({line}) is the first value that differs, on rank {rank}"
     return None
 
 

@@ -27,7 +27,9 @@ _MOST_TENSORS = 20_000
 _TORCH_FILES = ("functional.py", "_tensor.py", "nn/functional.py", "overrides.py")
 _CALLED_THROUGH = (lift_casts.__file__, *(str(Path(torch.__file__).parent / file) for file in _TORCH_FILES))
 
-Place = tuple[str, str, int]  # the line as `FILE, line N`, the function, and how often they were called before
+# The line as `FILE, line N`, the function, the innermost module that ran, and how often they were called before. The
+# module's name is empty for the whole model, and outside of it.
+Place = tuple[str, str, str, int]
 
 
 @dataclass(frozen=True)
@@ -41,22 +43,23 @@ class PartOfTensor:
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """One call. `module` is the name of the innermost module that ran; empty for the whole model, and outside of it."""
+    """One call of a function, with the tensors that it took and returned."""
 
     place: Place
-    module: str
     arguments: tuple[PartOfTensor | None, ...]
     results: tuple[PartOfTensor | None, ...]
 
 
 class OperatorRecorder(TorchFunctionMode):
-    """While it is active, appends the calls of a forward pass to `calls`, in their order."""
+    """While it is active, appends the calls of a forward pass to `calls`, in their order. Modules are named as in
+    `model`; if that is None, as in the outermost module that runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__()
         self.calls: list[OperatorCall] = []
-        self._numbers: Counter[tuple[str, str]] = Counter()
+        self._numbers: Counter[tuple[str, str, str]] = Counter()
         self._modules: list[nn.Module] = []  # those that run, the innermost last
+        self._model = model
         self._names: dict[nn.Module, str] = {}
         self._bytes, self._tensors = 0, 0
 
@@ -76,7 +79,7 @@ class OperatorRecorder(TorchFunctionMode):
 
     def _enter_module(self, module: nn.Module, arguments: Any) -> None:
         if not self._modules:
-            self._names = {inner: name for name, inner in module.named_modules()}
+            self._names = {inner: name for name, inner in (self._model or module).named_modules()}
         self._modules.append(module)
 
     def _leave_module(self, module: nn.Module, arguments: Any, output: Any) -> None:
@@ -95,10 +98,9 @@ class OperatorRecorder(TorchFunctionMode):
         name = str(getattr(func, "__name__", func))
         results = self._parts(args[:1] if result is None else result)
         if any(part is not None for part in results):
-            place = (line, name, self._numbers[line, name])
-            self._numbers[line, name] += 1
-            module = self._names.get(self._modules[-1], "") if self._modules else ""
-            self.calls.append(OperatorCall(place, module, arguments, results))
+            called = (line, name, self._names.get(self._modules[-1], "") if self._modules else "")
+            self.calls.append(OperatorCall((*called, self._numbers[called]), arguments, results))
+            self._numbers[called] += 1
         return result
 
     def _parts(self, values: Any) -> tuple[PartOfTensor | None, ...]:
@@ -148,10 +150,10 @@ def read_calls(file: Path) -> list[OperatorCall]:
 
 def _to_plain(call: OperatorCall) -> tuple[Any, ...]:
     sides = [[part and (part.value, part.divisions) for part in side] for side in (call.arguments, call.results)]
-    return (call.place, call.module, *sides)
+    return (call.place, *sides)
 
 
 def _from_plain(values: tuple[Any, ...]) -> OperatorCall:
-    place, module, *sides = values
+    place, *sides = values
     arguments, results = (tuple(PartOfTensor(*part) if part else None for part in side) for side in sides)
-    return OperatorCall(place, module, arguments, results)
+    return OperatorCall(place, arguments, results)

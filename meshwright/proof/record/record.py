@@ -44,7 +44,7 @@ def record(request: ProofRequest, world: World, folder: Path, heartbeat: Heartbe
 
     session.on_gradients = record_gradients
     recorder.write_start()
-    operators = OperatorRecorder()
+    operators = OperatorRecorder(session.module)
     batches = session.batches(setup.data, None, setup.global_batch, setup.loading, setup.drop_last)
     with default_dtype(setup.dtype):
         for step in _steps(session, request.steps):

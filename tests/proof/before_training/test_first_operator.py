@@ -70,8 +70,9 @@ def refusal(rank: int, size: int, plan: dict[str, Any]) -> str:
         {"axes": {"tensor": 2}},
         {"axes": {"tensor": 2}, "modules": {"sequence": True}},
         {"axes": {"context": 2}, "memory": {"recompute": "full", "accumulation": 2}},
+        {"axes": {"pipeline": 2}, "pipeline": {"microbatches": 2, "cuts": ["middle"]}},
     ],
-    ids=["context", "tensor", "sequence", "context, recomputed, accumulated"],
+    ids=["context", "tensor", "sequence", "context, recomputed, accumulated", "pipeline"],
 )
 def test_the_first_operator_that_differs_is_named(two: RankPool, plan: dict[str, Any]) -> None:
     messages = two.run(refusal, plan)
@@ -79,5 +80,5 @@ def test_the_first_operator_that_differs_is_named(two: RankPool, plan: dict[str,
     line = 1 + next(
         number for number, text in enumerate(Path(__file__).read_text().splitlines()) if "# the broken" in text
     )
-    assert "middle" in messages[0]
+    assert "result of add of middle" in messages[0], messages[0]
     assert f"{__file__}, line {line}" in messages[0]
