@@ -140,7 +140,11 @@ def _norm_of_this_rank(original: Any) -> Any:
 def _own_statistics(original: Any) -> Any:
     from meshwright.parallel.replicate import batch_norm
 
-    return lambda input, *_: batch_norm._local_statistics(input)
+    def statistics(input: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        mean, var, count = batch_norm._local_statistics(input)
+        return mean, var, mean.new_tensor(count)
+
+    return statistics
 
 
 def _second_argument(original: Any) -> Any:
