@@ -12,7 +12,7 @@ from meshwright.profile.structure.splits import ParameterSplit, SplitGroup
 
 def find_vocabulary_splits(flow: Dataflow, other_groups: tuple[SplitGroup, ...]) -> Iterator[SplitGroup]:
     """Yields the groups that are split by vocabulary. An embedding table and an output layer that share their weight
-    are one group. Output layers that are in one of `other_groups` are skipped."""
+    are one group. Those that are in one of `other_groups` are skipped, because a weight is split in one way only."""
     used = {split.parameter for group in other_groups for split in group.splits}
     splits: dict[str, list[ParameterSplit]] = {}  # by parameter
     vocabulary_sizes: set[int] = set()
@@ -20,8 +20,10 @@ def find_vocabulary_splits(flow: Dataflow, other_groups: tuple[SplitGroup, ...])
         if op.name != "embedding" or flow.values[op.inputs[0]].source != "parameter":
             continue
         table = flow.values[op.inputs[0]]
-        if _is_model_input(flow, op.inputs[1]) and table.name not in splits:
-            vocabulary_sizes.add(table.shape[0])
+        if not _is_model_input(flow, op.inputs[1]):
+            continue
+        vocabulary_sizes.add(table.shape[0])
+        if table.name not in (*splits, *used):
             module = flow.calls[op.call].module
             splits[table.name] = [
                 ParameterSplit(module, table.name, "vocabulary", 0, table.shape[0], module, communication="all_reduce")

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -69,6 +70,29 @@ def test_tied_embedding_and_head_are_split_by_vocabulary_together() -> None:
     assert split_kinds(group_of(untied, "embedding")) == {"embedding": "vocabulary"}
     assert split_kinds(group_of(untied, "head")) == {"head": "vocabulary"}
     assert not any(split.module == "positions" for group in tied.splits for split in group.splits)
+
+
+class TableBeforeLayers(nn.Module):
+    """Adds a table's rows to the output of a layer, before another layer takes the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(12, 16)
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.product = nn.Parameter(torch.randn(16, 16))
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 12)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        x = x + self.second(F.layer_norm(F.relu(self.first(x)), (32,)))
+        return self.head(self.norm(x @ self.product))
+
+
+def test_a_table_that_is_split_with_other_layers_is_not_split_by_vocabulary_too() -> None:
+    structure = find_structure(TableBeforeLayers(), (torch.arange(24).reshape(2, 12) % 12, torch.zeros(2, 12)))
+    split = [split for group in structure.splits for split in group.splits]
+    assert [(one.kind, one.dim) for one in split if one.parameter == "words.weight"] == [("column", 1)]
+    assert len({one.parameter for one in split}) == len(split)
 
 
 def test_a_fused_projection_lists_its_parts() -> None:
