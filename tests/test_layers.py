@@ -68,7 +68,7 @@ FOLDERS = {
     "export": ("configurations", "launch_files"),
     "launch": ("token", "network", "launchers", "stall", "local", "nodes"),
     "parallel": ("weights", "tensor", "context", "pipeline", "branches", "replicate", "expert", "chunked_loss"),
-    "planner": ("constraints", "unequal", "explanation", "questions"),
+    "planner": ("constraints", "unequal", "polish", "explanation", "questions"),
     "profile": ("structure", "tracing"),
     "proof": ("reference", "record", "compare", "causes", "before_training"),
     "report": ("run", "plans", "benches", "questions"),

@@ -36,7 +36,15 @@ from meshwright.planner.branch_placement import branch_ranks, rank_pieces, rank_
 from meshwright.planner.candidates import AxisSizes, Candidate
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.model_summary import ModelSummary, PieceSummary, WeightBytes, weight_bytes
-from meshwright.planner.pipeline_bounds import PieceSums, PrefixSums, StageSeconds, in_flight, span_lower_bound
+from meshwright.planner.pipeline_bounds import (
+    CompiledShares,
+    PassSeconds,
+    PieceSums,
+    PrefixSums,
+    StageSeconds,
+    in_flight,
+    span_lower_bound,
+)
 from meshwright.planner.unequal.division import slowdown
 from meshwright.simulator.communication.collectives import collective_s, overlap
 from meshwright.simulator.communication.placement import RankGroup, group_of_axes
@@ -46,6 +54,11 @@ from meshwright.simulator.experts import expert_group, gathered_share, routed_by
 # bucket is ready only at the end of the pass. This chosen value affects which candidates are simulated and in which
 # order, but no prediction.
 _OVERLAPPED = 0.8
+
+# Lower bounds as shares of estimates. Chosen values; tests compare bounds with predictions.
+_FLOOR_OF_COMPILED = 0.8
+_SAVED_BY_COMPILED = 0.5  # of the bytes that eager code saves for the backward pass
+_FLOOR = {"none": 0.98, "selective": 0.85, "full": 0.9}
 
 # What the passes of a candidate depend on, beside the tensor and the pipeline axis.
 _PASS_FIELDS = ("recompute", "schedule", "stages_per_rank", "microbatches", "microbatch_samples")
@@ -63,16 +76,6 @@ class Bounds:
     guess_s: float
 
 
-@dataclass(frozen=True)
-class _PassSeconds:
-    """The seconds of all forward and backward passes of a step (`span_s`), and the seconds of the passes of one
-    microbatch on a mean pipeline rank."""
-
-    span_s: float
-    forward_s: float
-    backward_s: float
-
-
 @dataclass
 class BoundCalculator:
     """Computes the bounds of candidates for one model on one cluster."""
@@ -83,7 +86,7 @@ class BoundCalculator:
     _collective_seconds: dict[tuple[Collective, float, RankGroup], float] = field(default_factory=dict)
     _stage_ranges: dict[tuple[int, str], _Stages] = field(default_factory=dict)
     _groups: dict[tuple[AxisSizes, tuple[str, ...]], RankGroup] = field(default_factory=dict)
-    _pass_seconds: dict[tuple[Any, ...], _PassSeconds] = field(default_factory=dict)
+    _pass_seconds: dict[tuple[Any, ...], PassSeconds] = field(default_factory=dict)
     _largest_weights: dict[tuple[Any, ...], WeightBytes] = field(default_factory=dict)
     _piece_sums: dict[tuple[int, str], PieceSums] = field(default_factory=dict)
     _gathered: dict[tuple[int, float], float] = field(default_factory=dict)
@@ -94,6 +97,9 @@ class BoundCalculator:
         sent = sorted(piece.sent_bytes for piece in self.summary.pieces if piece.cuttable)
         self._median_sent_bytes = sent[len(sent) // 2] if sent else 0.0
         self._slowdown = slowdown(self.summary, self.inputs)
+        self._compiled = CompiledShares(self.summary, self.inputs)
+        may_compile = self.inputs.cluster.kind == "cuda" and self.inputs.allow != "same"
+        self._saved_share = _SAVED_BY_COMPILED if may_compile else 1.0
 
     def bounds(self, candidate: Candidate) -> Bounds | None:
         """Returns the bounds of a candidate, or None if the model cannot be cut into the candidate's number of
@@ -105,8 +111,10 @@ class BoundCalculator:
         if stages is None:
             return None
         passes = self._passes(candidate, stages)
-        guess_s = self._slowdown * passes.span_s + self._communication_s(candidate, stages, passes)
+        share = self._compiled.share(candidate)
+        guess_s = self._slowdown * share * passes.span_s + self._communication_s(candidate, stages, passes)
         floor_s = passes.span_s - (self._wide_layers_s(candidate) if candidate.sizes.splits_wide_layers else 0.0)
+        floor_s *= _FLOOR_OF_COMPILED * self._compiled.least() if share < 1 else _FLOOR[candidate.recompute]
         return Bounds(self.memory_floor(candidate, stages), floor_s, guess_s)
 
     def _stages(self, candidate: Candidate) -> _Stages | None:
@@ -247,7 +255,7 @@ class BoundCalculator:
             key = (sizes, candidate.stages, candidate.recompute, rank)  # which decide the cuts
             if key not in self._states:
                 self._states[key] = self._states_bytes(sizes, self._rank_weights(sizes, rank_stages))
-            floor = max(floor, self._states[key] + saved_bytes * candidate.microbatch_samples)
+            floor = max(floor, self._states[key] + self._saved_share * saved_bytes * candidate.microbatch_samples)
         return floor
 
     # ---- time
@@ -265,7 +273,7 @@ class BoundCalculator:
             all_reduce_s = self._collective_s("all_reduce", self._median_sent_bytes * batch, sizes, "tensor")
             guess += 2 * all_reduce_s * groups * candidate.microbatches
         if sizes.data_ranks > 1:
-            guess += self._gradients_s(candidate, weights, _PassSeconds(span, forward, backward))
+            guess += self._gradients_s(candidate, weights, PassSeconds(span, forward, backward))
         return Bounds(self.memory_floor(candidate), span, guess)
 
     def _stage_seconds(self, candidate: Candidate, stages: _Stages) -> StageSeconds:
@@ -287,7 +295,7 @@ class BoundCalculator:
             for stage in stages
         ]
 
-    def _passes(self, candidate: Candidate, stages: _Stages) -> _PassSeconds:
+    def _passes(self, candidate: Candidate, stages: _Stages) -> PassSeconds:
         """Returns the seconds of the candidate's passes. They are cached without the replicate and shard axes, because
         they do not depend on these."""
         sizes = candidate.sizes
@@ -295,7 +303,7 @@ class BoundCalculator:
         if key not in self._pass_seconds:
             seconds = self._stage_seconds(candidate, stages)
             forward, backward = (sum(both) / sizes.pipeline for both in zip(*seconds, strict=True))
-            self._pass_seconds[key] = _PassSeconds(span_lower_bound(candidate, seconds), forward, backward)
+            self._pass_seconds[key] = PassSeconds(span_lower_bound(candidate, seconds), forward, backward)
         return self._pass_seconds[key]
 
     def _wide_layers_s(self, candidate: Candidate) -> float:
@@ -310,7 +318,7 @@ class BoundCalculator:
         )
         return candidate.microbatches * one_microbatch
 
-    def _communication_s(self, candidate: Candidate, stages: _Stages, passes: _PassSeconds) -> float:
+    def _communication_s(self, candidate: Candidate, stages: _Stages, passes: PassSeconds) -> float:
         """The guessed seconds of the optimizer's step and of the communication that does not overlap with the
         passes."""
         sizes = candidate.sizes
@@ -353,7 +361,7 @@ class BoundCalculator:
         moved_bytes = trained_bytes / sizes.shard * (3 + 2 * self.inputs.optimizer.state_ratio)
         return moved_bytes / max(self.summary.device.bandwidth_bytes_per_s, 1.0)
 
-    def _gradients_s(self, candidate: Candidate, weights: WeightBytes, passes: _PassSeconds) -> float:
+    def _gradients_s(self, candidate: Candidate, weights: WeightBytes, passes: PassSeconds) -> float:
         """The seconds of averaging gradients and gathering sharded weights that do not overlap with a rank's passes."""
         sizes, kind = candidate.sizes, self.inputs.cluster.kind
         forward, backward = passes.forward_s, passes.backward_s

@@ -1,6 +1,7 @@
 """Lists the plans that are possible for a model on a cluster: factorizations of the ranks, and the choices within each.
 
     ranks  = pipeline × replicate × shard × context × tensor                                    possible_axis_sizes
+             Data ranks that do not divide the batch get shares that differ by one sample                    _shares
              Experts are divided over ranks of the shard axis, or without one of the replicate axis  _with_data_axes
              The tensor axis lies within a node, and its size divides the degree of every split group; or it
              has at most as many ranks as there are branches, which are placed on different ranks, and there
@@ -18,7 +19,7 @@ from typing import Any, Literal
 
 from meshwright.errors import InputError
 from meshwright.plan import Plan
-from meshwright.plan_fields.groups import Axes, Compute, Memory, Modules, NumericsGroup, Pipeline
+from meshwright.plan_fields.groups import Axes, Compute, Memory, Modules, NumericsGroup, Pipeline, Shares
 from meshwright.planner.branch_placement import (
     branch_ranks,
     can_be_split,
@@ -38,7 +39,7 @@ Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"]
 Sharding = Literal["optimizer", "gradients", "parameters"]
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
-_SHARDINGS: tuple[Sharding, ...] = ("optimizer", "gradients", "parameters")
+SHARDINGS: tuple[Sharding, ...] = ("optimizer", "gradients", "parameters")
 _SCHEDULES: tuple[tuple[Schedule, int], ...] = (
     ("1f1b", 1),
     ("zero_bubble", 1),
@@ -153,38 +154,42 @@ class Candidate:
 def possible_axis_sizes(summary: ModelSummary, inputs: PlanningInputs) -> list[AxisSizes]:
     """Returns every way to divide the devices into axes. Some devices stay unused if the batch has fewer samples than
     there are devices, or if no axes over all devices divide the batch. Raises an `InputError` if there is no way."""
-    devices, batch = inputs.cluster.device_count, inputs.global_batch
+    devices = inputs.cluster.device_count
     all_sizes = list(_sizes_for(summary, inputs, devices))
-    if batch < devices:
-        for ranks in {devices - devices % batch, batch}:
-            all_sizes += _sizes_for(summary, inputs, ranks)
+    for ranks in _fewer(inputs):
+        all_sizes += _sizes_for(summary, inputs, ranks)
     step = inputs.devices_per_node if sum(node.number for node in inputs.cluster.nodes) > 1 else 1
     ranks = devices - step
     while not all_sizes and ranks >= devices * _LEAST_USED:
         all_sizes = list(_sizes_for(summary, inputs, ranks))
         ranks -= step
-    if not all_sizes and not inputs.constraints:
-        raise InputError(_indivisible_message(inputs))
     kept = [sizes for sizes in dict.fromkeys(all_sizes) if keeps_axes(inputs, sizes)]
     if not kept:
         raise InputError(no_plan_keeps(inputs))
     return [sizes for sizes in kept if groups_are_alike(sizes.axes, inputs.cluster)] or kept
 
 
+def _fewer(inputs: PlanningInputs) -> list[int]:
+    """Numbers of ranks below that of the devices, for a batch with too few samples for more data ranks."""
+    devices, batch = inputs.cluster.device_count, inputs.global_batch
+    if batch >= devices:
+        return []
+    ranks = {batch << power for power in range(devices.bit_length())} | {devices - devices % batch}
+    return sorted(number for number in ranks if number < devices)
+
+
 def _sizes_for(summary: ModelSummary, inputs: PlanningInputs, ranks: int) -> Iterator[AxisSizes]:
     batch = inputs.global_batch
-    if inputs.even_shares and 1 < ranks <= batch and gcd(ranks, batch) == 1:
-        return  # without a common divisor there is no data axis: every rank would process the whole batch
     yield from _with_placed_branches(summary, inputs, ranks)
     cuts = sum(piece.cuttable for piece in summary.pieces)
     degree = ranks if inputs.constraints.fixed.get("modules.splits") else gcd(summary.tensor_degree, ranks)
-    for tensor in fixed_or(inputs, "tensor", divisors(gcd(inputs.devices_per_node, degree)), degree):
+    for tensor in fixed_or(inputs, "tensor", divisors(degree), degree):
         others = ranks // tensor
         for pipeline in fixed_or(inputs, "pipeline", divisors(others), others):
             sizes = _context_sizes(summary, others // pipeline)
             for context in fixed_or(inputs, "context", sizes, others // pipeline):
                 data_ranks = others // pipeline // context
-                if pipeline > cuts + 1 or data_ranks > batch or (inputs.even_shares and batch % data_ranks):
+                if pipeline > cuts + 1 or data_ranks > batch:
                     continue
                 yield from _with_data_axes(summary, inputs, AxisSizes(tensor, pipeline, context=context), data_ranks)
 
@@ -208,8 +213,6 @@ def _with_placed_branches(summary: ModelSummary, inputs: PlanningInputs, ranks: 
         for tensor in fixed_or(inputs, "tensor", divisors(gcd(inputs.devices_per_node, ranks)), ranks):
             data_ranks = ranks // tensor
             if not 1 < tensor <= len(group.branches) or data_ranks > inputs.global_batch:
-                continue
-            if inputs.even_shares and inputs.global_batch % data_ranks:
                 continue
             sizes = AxisSizes(tensor, placed_branches=group.kind)
             yield from _with_data_axes(summary, inputs, sizes, data_ranks)
@@ -259,19 +262,10 @@ def _with_replicas_or_shards(
         yield replace(sizes, replicate=data_ranks, splits_wide_layers=True)
     within_node = gcd(data_ranks, max(1, inputs.devices_per_node // sizes.tensor))
     for shard in shard_sizes(inputs, data_ranks, sorted({data_ranks, within_node} - {1})):
-        for sharding in _SHARDINGS if not only_shards else _SHARDINGS[-1:]:
+        for sharding in SHARDINGS if not only_shards else SHARDINGS[-1:]:
             if fixed.get("memory.sharding", sharding) != sharding:
                 continue
             yield replace(sizes, shard=shard, replicate=data_ranks // shard, sharding=sharding)
-
-
-def _indivisible_message(inputs: PlanningInputs) -> str:
-    batch, devices = inputs.global_batch, inputs.cluster.device_count
-    below, above = batch - batch % devices, batch - batch % devices + devices
-    return (
-        f"train.global_batch is {batch}, which no axis over the {devices} devices of '{inputs.cluster.name}' divides:"
-        f" choose {f'{below} or ' if below else ''}{above}, or a cluster of {gcd(batch, devices)}"
-    )
 
 
 def candidate_series(
@@ -299,7 +293,8 @@ def candidate_series(
             yield [
                 Candidate(sizes, precision, recompute, schedule, stages_per_rank, count, batch)
                 for batch, count in counts.items()
-                if not pipelined or _is_useful(schedule, sizes.pipeline, stages_per_rank, count, is_fixed)
+                if sizes.data_ranks * count <= inputs.global_batch
+                and (not pipelined or _is_useful(schedule, sizes.pipeline, stages_per_rank, count, is_fixed))
             ]
 
 
@@ -311,10 +306,10 @@ def _recompute_levels(summary: ModelSummary, sizes: AxisSizes) -> tuple[Recomput
 
 
 def _microbatch_sizes(local_batch: int, even: bool) -> list[int]:
-    """Powers of two up to the local batch, and the local batch itself. If `even` is True, only powers that divide the
-    local batch."""
-    powers = [1 << power for power in range(local_batch.bit_length())]
-    return sorted({size for size in powers if not even or local_batch % size == 0} | {local_batch})
+    """All divisors of the local batch. Unless `even` is True, also the sizes of as many microbatches as powers of two,
+    of which the last has fewer samples."""
+    powers = {-(-local_batch // (1 << power)) for power in range(local_batch.bit_length())}
+    return sorted({*divisors(local_batch), *(() if even else powers)})
 
 
 def _is_useful(schedule: str, ranks: int, stages_per_rank: int, count: int, is_fixed: bool) -> bool:
@@ -354,8 +349,17 @@ def plan_of(candidate: Candidate, summary: ModelSummary, inputs: PlanningInputs)
         ),
         numerics=NumericsGroup.model_validate({"precision": candidate.precision}),
         compute=Compute(layout=summary.memory_layout),
+        shares=_shares(sizes.data_ranks, inputs),
     )
     return applied(plan, inputs.constraints)
+
+
+def _shares(data_ranks: int, inputs: PlanningInputs) -> Shares:
+    """Shares that differ by one sample, where the data ranks do not divide the batch and a plan has to say so."""
+    each, more = divmod(inputs.global_batch, data_ranks)
+    if not more or not inputs.even_shares or "shares.samples" in inputs.constraints.fixed:
+        return Shares()
+    return Shares(samples=(each + 1,) * more + (each,) * (data_ranks - more))
 
 
 def _modules(sizes: AxisSizes, summary: ModelSummary, inputs: PlanningInputs) -> Modules:

@@ -1,24 +1,20 @@
 """How each rank of a plan runs its operators: the memory layout of images, a fused optimizer, a loss in chunks,
-`torch.compile` and CUDA graphs; and how it sends gradients and weights. The search ranks plans by their axes, precision
-and memory first; `best_variant` then predicts the few best plans with these choices, one group of choices after the
-other:
+`torch.compile` and CUDA graphs; and how it sends gradients and weights:
 
     images        channels_last for convolutions in fp32 (in lower precisions the search lays all images out like this),
                   or NNPACK's convolutions, on CPUs
     optimizer     fused kernels, on GPUs
     compilation   CUDA graphs, compiled blocks, compiled blocks with CUDA graphs, the compiled model (or stages), or
                   that with CUDA graphs; on GPUs. CUDA graphs only if layers are not split and the model is not cut
-    loss          in chunks of 4,096 or 1,024 tokens, for models whose loss is a cross entropy of a linear head's scores
+    loss          in chunks of 4,096, 1,024 or 256 tokens, for models whose loss is a cross entropy of a linear head's
+                  scores
     weights       that the shard axis gathers are rounded to bf16 or fp16 before (`numerics.cast: weights`), if plans in
                   these precisions may change the arithmetic
     buckets       of other sizes than the default, for gradients of replicas. These change no bit
 
-In each group, the choice that fits and that preference.py prefers wins: the fastest, or a simpler one of which the
-predictions cannot tell whether it is slower.
-A plan that does not fit is simulated with a loss in chunks, too (`plan_that_fits`).
-
-Where the devices are at hand, a few variants of the best plan are timed before one is taken (train/tuning/):
-`variants_to_time` lists them.
+The search predicts these fields together with all others (polish/neighbours.py). `best_variant` is for one plan with
+other inputs, one group of fields after the other. Where the devices are at hand, a few variants of the best plan are
+timed before one is taken (train/tuning/): `variants_to_time` lists them.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -31,6 +27,7 @@ from meshwright.errors import InputError
 from meshwright.limits import MOST_CHUNKS
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import MIB
+from meshwright.planner.candidates import AxisSizes
 from meshwright.planner.inputs import PlanningInputs, fp32_image_kernels
 from meshwright.planner.preference import PredictedPlan, preferred
 from meshwright.profile.values import ModelProfile
@@ -43,8 +40,8 @@ Predict = Callable[[Plan], Prediction]
 _Choices = list[dict[str, dict[str, Any]]]  # fields by group of the plan, the simplest choice first
 # Tokens of a chunk. Fewer would make products so small that they are slow; the last number is only for plans that do
 # not fit otherwise. Chosen values.
-_CHUNK_TOKENS = (4096, 1024, 256)
-_BUCKET_BYTES = (100 * MIB, 5 * MIB, MIB)  # chosen: larger and smaller ones than torch's default, which is 25 MiB
+CHUNK_TOKENS = (4096, 1024, 256)
+BUCKETS = (100 * MIB, 5 * MIB, MIB)  # chosen: larger and smaller ones than torch's default, which is 25 MiB
 
 
 @dataclass(frozen=True)
@@ -68,30 +65,26 @@ def plan_that_fits(plan: Plan, inputs: PlanningInputs, predict: Predict, profile
     prediction = predict(plan)
     if inputs.allow == "same" or inputs.fits(prediction):
         return plan, prediction
-    choices = _chunks(plan, prediction, traits_of(profile), _CHUNK_TOKENS)
+    choices = _chunks(plan, prediction, traits_of(profile), CHUNK_TOKENS)
     return next(_predicted(plan, choices, inputs, predict), (plan, prediction))
 
 
 def best_variant(
     plan: Plan, prediction: Prediction, inputs: PlanningInputs, predict: Predict, traits: ModelTraits
-) -> tuple[PredictedPlan, PredictedPlan]:
-    """Returns the plan with the preferred choices for these fields, and the fastest of the plans that were
-    predicted on the way; each with its prediction. `prediction` is that of the plan as it is."""
-    best = fastest = (plan, prediction)
+) -> PredictedPlan:
+    """Returns the plan with the preferred choices for these fields that fit, one group of fields after the other, with
+    its prediction. `prediction` is that of the plan as it is."""
+    best = (plan, prediction)
     groups = [_buckets(plan)]
     if inputs.allow != "same":
-        in_chunks = _chunks(plan, prediction, traits, _CHUNK_TOKENS[:2])
+        in_chunks = _chunks(plan, prediction, traits, CHUNK_TOKENS[:2])
         compilations = _compilations(plan, inputs, traits.blocks)
         images = _image_kernels(plan, inputs, traits.images)
         groups = [images, _optimizers(inputs), compilations, in_chunks, _casts(plan, inputs), *groups]
-    given_up_s = 0.0
     for choices in groups:
         options = [best, *_predicted(best[0], choices, inputs, predict)]
-        best = options[preferred(options, given_up_s)]
-        fastest_option = min(options, key=_step_s)
-        given_up_s += _step_s(best) - _step_s(fastest_option)
-        fastest = min(fastest, fastest_option, key=_step_s)
-    return best, fastest
+        best = options[preferred(options)]
+    return best
 
 
 # Besides eager steps and the compiled model, so many other variants that compile or use CUDA graphs are timed, if their
@@ -119,7 +112,7 @@ def variants_to_time(
     fused = {} if plan.compute.fused_optimizer else {"fused_optimizer": True}
     uncompiled = [eager, *(_with_compute(eager, choice) for choice in (*kernels, fused))]
     base = _with_compute(eager, {"convolutions": "default"})
-    parts = _compiled_parts(plan, traits.blocks)
+    parts = [] if plan.compile_obstacle else _compiled_parts(plan.axes.tensor, plan.axes.shard, traits.blocks)
     whole = [_with_compute(base, {"compile": part}) for part in parts[-1:]]
     others = [plan]
     for choice in _compilations(base, inputs, traits.blocks):
@@ -161,10 +154,6 @@ def _with_compute(plan: Plan, fields: dict[str, Any]) -> Plan:
     return plan.model_copy(update={"compute": plan.compute.model_copy(update=fields)})
 
 
-def _step_s(option: PredictedPlan) -> float:
-    return option[1].step_s
-
-
 def _predicted(plan: Plan, choices: _Choices, inputs: PlanningInputs, predict: Predict) -> Iterator[PredictedPlan]:
     for choice in choices:
         groups = {name: getattr(plan, name).model_copy(update=fields) for name, fields in choice.items()}
@@ -201,7 +190,7 @@ def _buckets(plan: Plan) -> _Choices:
     """Buckets of other sizes than the plan's. With a shard axis, the blocks of the model take the place of buckets."""
     if plan.axes.replicate == 1 or plan.axes.shard > 1:
         return []
-    sizes = [size for size in _BUCKET_BYTES if size != plan.gradients.bucket_bytes]
+    sizes = [size for size in BUCKETS if size != plan.gradients.bucket_bytes]
     return [{"gradients": {"bucket_bytes": size}} for size in sizes]
 
 
@@ -217,32 +206,49 @@ def _chunks(plan: Plan, prediction: Prediction, traits: ModelTraits, sizes: Iter
 
 
 def _compilations(plan: Plan, inputs: PlanningInputs, blocks: bool) -> _Choices:
-    # On CPUs nothing is compiled yet: the time of compiled operators is not calibrated there.
-    if inputs.cluster.kind != "cuda":
-        return []
-    choices: _Choices = []
-    has_graphs = inputs.device.has_graphs
-    if (
-        plan.world_size == 1 and has_graphs
-    ):  # without compiled code, a graph includes the whole step and cannot include communication
-        choices.append({"compute": {"cuda_graphs": True}})
-    for compiled in _compiled_parts(plan, blocks):
-        choices.append({"compute": {"compile": compiled}})
-        if plan.axes.tensor == plan.axes.pipeline == 1 and has_graphs:
-            choices.append({"compute": {"compile": compiled, "cuda_graphs": True}})
+    """What can be compiled under this plan, and captured in CUDA graphs."""
+    parts = [] if plan.compile_obstacle else _compiled_parts(plan.axes.tensor, plan.axes.shard, blocks)
+    is_divided = plan.axes.tensor > 1 or plan.axes.pipeline > 1
+    choices: _Choices = [{"compute": fields} for fields in _compiled(parts, inputs, plan.world_size == 1, is_divided)]
     if plan.compute.loss_chunks > 1:  # compiled code keeps fewer tensors, so that the plan may fit without chunks
         choices += [{"compute": {**choice["compute"], "loss_chunks": 1}} for choice in choices]
     return choices
 
 
-def _compiled_parts(plan: Plan, blocks: bool) -> list[str]:
-    """The values of `compute.compile` that make a difference under this plan (parallel/compiled.py). Of a sharded model
-    and of one with split layers the blocks are compiled in either case."""
-    if plan.compile_obstacle:
+def compilations(sizes: AxisSizes, recompute: str, inputs: PlanningInputs, blocks: bool) -> list[dict[str, Any]]:
+    """The values of `compile` and `cuda_graphs` of plans with these axes: eager steps first, what is mostly the fastest
+    last."""
+    eager = {"compile": "none", "cuda_graphs": False}
+    if inputs.allow == "same":
+        return [eager]
+    is_split = sizes.splits_wide_layers or (sizes.tensor > 1 and (sizes.placed_branches or recompute == "selective"))
+    parts = (
+        [] if sizes.expert > 1 or sizes.context > 1 or is_split else _compiled_parts(sizes.tensor, sizes.shard, blocks)
+    )
+    is_divided = sizes.tensor > 1 or sizes.pipeline > 1
+    return [eager, *({**eager, **fields} for fields in _compiled(parts, inputs, sizes.ranks == 1, is_divided))]
+
+
+def _compiled(parts: list[str], inputs: PlanningInputs, is_alone: bool, is_divided: bool) -> list[dict[str, Any]]:
+    # On CPUs nothing is compiled yet: the time of compiled operators is not calibrated there.
+    if inputs.cluster.kind != "cuda":
         return []
-    if plan.axes.tensor > 1:
+    has_graphs = inputs.device.has_graphs and inputs.offload == "none"
+    # Without compiled code, a graph includes the whole step and cannot include communication.
+    choices: list[dict[str, Any]] = [{"cuda_graphs": True}] if is_alone and has_graphs else []
+    for compiled in parts:
+        choices.append({"compile": compiled})
+        if not is_divided and has_graphs:
+            choices.append({"compile": compiled, "cuda_graphs": True})
+    return choices
+
+
+def _compiled_parts(tensor: int, shard: int, blocks: bool) -> list[str]:
+    """The values of `compute.compile` that make a difference with these axes (parallel/compiled.py). Of a sharded model
+    and of one with split layers the blocks are compiled in either case."""
+    if tensor > 1:
         return ["blocks"] if blocks else []
-    if plan.axes.shard > 1:
+    if shard > 1:
         return ["blocks"]
     return ["blocks", "model"] if blocks else ["model"]
 
@@ -258,13 +264,13 @@ def with_gradient_algorithm(plan: Plan, profile: ModelProfile, cluster: Cluster)
     return plan.model_copy(update={"gradients": plan.gradients.model_copy(update={"algorithm": algorithm})})
 
 
-def with_exchanges(plan: Plan, profile: ModelProfile, cluster: Cluster, predict: Callable[[Plan], Prediction]) -> Plan:
+def with_exchanges(plan: Plan, profile: ModelProfile, cluster: Cluster, step_s: Callable[[Plan], float]) -> Plan:
     """Returns the plan with the exchanges that are predicted to be fastest: of gradients and, with a context axis, of
-    keys and values."""
+    keys and values. `step_s` predicts the seconds of a step."""
     plan = with_gradient_algorithm(plan, profile, cluster)
     if plan.axes.context == 1:
         return plan
     gathering = plan.model_copy(
         update={"modules": plan.modules.model_copy(update={"attention_exchange": "all_gather"})}
     )
-    return min((plan, gathering), key=lambda choice: predict(choice).step_s)
+    return min((plan, gathering), key=step_s)

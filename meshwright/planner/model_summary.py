@@ -235,18 +235,18 @@ class ModelSummary:
     def piece_seconds(self, batch: float) -> list[tuple[float, float]]:
         """The seconds of every piece for a microbatch of `batch` samples, as pairs (forward, backward)."""
         if batch not in self._piece_seconds:
-            self._piece_seconds[batch] = _piece_seconds(self.profile, self.pieces, batch, self._speeds)
+            self._piece_seconds[batch] = _piece_seconds(self.profile, self.pieces, batch, self.speeds)
         return self._piece_seconds[batch]
 
     @property
-    def _speeds(self) -> DeviceSpeeds:
+    def speeds(self) -> DeviceSpeeds:
         return device_speeds(self.device, product_dtype(self.profile.precision), self.cores, self.memory_layout)
 
     @cached_property
     def selective_share(self) -> float:
         """The share of a forward pass, in seconds, that selective recomputation repeats, which is everything except
         matrix products, convolutions and attention."""
-        device_speeds = self._speeds
+        device_speeds = self.speeds
         total = recomputed = 0.0
         for segment in self.profile.segments:
             if segment.phase == "forward":

@@ -1,13 +1,22 @@
-"""Sums over the pieces of pipeline stages, and what a schedule adds to the bounds of a candidate: microbatches in
-flight, and the span of all passes."""
+"""Sums over the pieces of pipeline stages, how much compiled code saves, and what a schedule adds to the bounds of a
+candidate: microbatches in flight, and the span of all passes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Compute
 from meshwright.planner.candidates import Candidate
-from meshwright.planner.model_summary import PieceSummary
+from meshwright.planner.compute_variants import compilations
+from meshwright.planner.inputs import PlanningInputs
+from meshwright.planner.model_summary import ModelSummary, PieceSummary
+from meshwright.profile.values import Phase
+from meshwright.simulator.compute.compiled_profile import compiled_profile
+from meshwright.simulator.compute.passes import pass_s
 
+_SAMPLES = (1, 16)  # of the microbatches for which the share is computed
+_PHASES: tuple[Phase, Phase] = ("forward", "backward")
 StageSeconds = list[tuple[float, float]]  # forward and backward pass of each stage, for one microbatch
 
 
@@ -61,3 +70,42 @@ def span_lower_bound(candidate: Candidate, seconds: StageSeconds) -> float:
         forward, backward = seconds[rank]
         delay += forward if delays_weight_gradients else forward + backward
     return span
+
+
+@dataclass(frozen=True)
+class PassSeconds:
+    """The seconds of all forward and backward passes of a step (`span_s`), and the seconds of the passes of one
+    microbatch on a mean pipeline rank."""
+
+    span_s: float
+    forward_s: float
+    backward_s: float
+
+
+@dataclass
+class CompiledShares:
+    """How long the device computes compiled code, as a share of eager code, for one model on one cluster."""
+
+    summary: ModelSummary
+    inputs: PlanningInputs
+    _known: dict[int, float] = field(default_factory=dict)
+
+    def share(self, candidate: Candidate) -> float:
+        """The share for a candidate, with the nearest microbatch; 1 if nothing of it is compiled."""
+        blocks = bool(self.summary.profile.blocks)
+        if len(compilations(candidate.sizes, candidate.recompute, self.inputs, blocks)) == 1:
+            return 1.0
+        return self._of(min(_SAMPLES, key=lambda samples: abs(samples - candidate.microbatch_samples)))
+
+    def least(self) -> float:
+        return min(map(self._of, _SAMPLES))
+
+    def _of(self, samples: int) -> float:
+        if samples not in self._known:
+            whole, profile = Plan(compute=Compute(compile="model")), self.summary.profile
+            eager, compiled = (
+                sum(pass_s(executed, phase, samples, self.summary.speeds, False)[0] for phase in _PHASES)
+                for executed in (profile, compiled_profile(profile, whole, samples))
+            )
+            self._known[samples] = min(1.0, compiled / eager) if eager else 1.0
+        return self._known[samples]

@@ -1,186 +1,97 @@
-"""The search for the fastest plans. Candidates are ordered by a guess of their step time and simulated in this order,
-until a limit is reached or bounds exclude all remaining candidates. A plan fits if it needs no more memory than a plan
-may use of a device. Ranked plans are the fastest simulated plans that fit, after the best plan. A family is all plans
-with the same axes.
+"""The search for the fastest plans. A plan fits if it needs no more memory than a plan may use of a device. Ranked
+plans are the fastest simulated plans that fit, after the best plan. A family is all plans with the same axes.
 
-    order       by the guess (bounds.py), the fastest first
-    excluded    candidates with a lower bound of memory above the capacity of a device, or with a lower bound of time
-                above the slowest ranked plan
-    skipped     candidates that differ from one that did not fit only by larger microbatches;
-                candidates that differ from one that fit only by more recomputation, because they are slower;
-                candidates that do not fit if they have temporary tensors as large as those of simulated plans
-    branches    the candidate with the fastest guess of each family that places branches on different ranks is always
-                simulated, for up to `_MOST_PLACED_FAMILIES` families, because the guess does not take into account that
-                the ranks of such a plan launch fewer operators
-    compute     of the best plans, and of the best plan of each family that is almost as fast, the variants of how a
-                rank runs its operators are simulated (compute_variants.py)
-    end         when the guess of the next candidate is more than `_GUESS_TOLERANCE` times as slow as the slowest ranked
-                plan; or when `_MOST_PRICED` candidates were simulated and some fit; or when `_MOST_FITTING` fit. If
-                more plans than that are wanted (`top`), so many are simulated
-
-    preference  the best plan is the fastest one, or a simpler one of which the predictions cannot tell whether it is
-                slower (preference.py). The fastest plan is therefore also simulated with as few microbatches and as
-                little recomputation as fit
+    excluded    candidates with a lower bound of memory above the capacity of a device (bounds.py)
+    axes        of each way to divide the devices, in the order of a guess of its step: the largest microbatches that
+                fit at each level of recomputation, with the fields of `compute` that are mostly the fastest, and of
+                these and smaller ones the fastest (polish/descent.py). Skipped if a lower bound of the step is longer
+                than the fastest plan; the search ends when the guess is `_GUESS_TOLERANCE` times as long, or after
+                `_MOST_AXES` of them
+    plain       plain replicas, shards at each level, and replicas of shards within a node are always searched, with all
+                fields but their axes: they are what a person compares with
+    branches    the best guess of each family that places branches on different ranks is always searched, for up to
+                `_MOST_PLACED_FAMILIES` families, because the guess does not take into account that the ranks of such a
+                plan launch fewer operators
+    polish      from the fastest points, each field and pairs of fields are changed to their neighbours until nothing is
+                faster (polish/neighbours.py)
+    preference  the best plan is the fastest one, or a simpler one (preference.py)
 
 All times are for the same global batch, so the fastest step is the best plan.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from time import perf_counter
 from typing import Any
 
 from meshwright.errors import InputError
-from meshwright.plan import Plan
-from meshwright.planner.bounds import BoundCalculator, Bounds
-from meshwright.planner.candidates import RECOMPUTES, Candidate, candidate_series, plan_of, possible_axis_sizes
-from meshwright.planner.compute_variants import best_variant, traits_of, with_exchanges
-from meshwright.planner.constraints.apply import applied, bounds_hold
+from meshwright.planner.bounds import BoundCalculator
+from meshwright.planner.candidates import (
+    RECOMPUTES,
+    AxisSizes,
+    Candidate,
+    candidate_series,
+    plan_of,
+    possible_axis_sizes,
+)
+from meshwright.planner.compute_variants import traits_of
+from meshwright.planner.constraints.apply import bounds_hold
 from meshwright.planner.constraints.contradictions import check_inputs, check_model
 from meshwright.planner.explanation.no_plan import describe_closest
-from meshwright.planner.inputs import TOP, NoPlanFits, PlanningInputs, accept_every_plan
-from meshwright.planner.model_summary import ModelSummary
+from meshwright.planner.inputs import NoPlanFits, PlanningInputs, accept_every_plan
+from meshwright.planner.polish.descent import Bounded, Descent
+from meshwright.planner.polish.neighbours import Neighbours
+from meshwright.planner.polish.point import NEVER_S, Point, Prices
 from meshwright.planner.preference import preferred
 from meshwright.planner.profiles import Profiles
 from meshwright.planner.search_result import BoundedPlan, ExcludedPlan, PricedPlan, SearchResult, evenly
 from meshwright.planner.summarize import summarize_model
-from meshwright.planner.unequal.division import divided, divided_again
 from meshwright.planner.unequal.shards import capacity_for_states
-from meshwright.simulator.predict import Prediction, predict_plan
 
 # Limits of the search, chosen to keep it short. They decide which candidates are simulated, and change no prediction.
-_MOST_PRICED = 20
-_MOST_FITTING = 10
+_MOST_AXES = 8
 _MOST_PLACED_FAMILIES = 6
-_MOST_EXPLAINED_FAMILIES = 4  # families that are simulated only to say why they were not chosen
-_MOST_VARIED = 3  # ranked plans for which the variants of their compute fields are simulated, too
-_VARIED_FAMILIES_WITHIN = 1.5  # and the best plans of other families, if they are at most so many times as slow
-_GUESS_TOLERANCE = 1.1
-_SHARED_TEMPORARIES = 0.8  # other candidates are assumed to have this share of the smallest temporaries so far
+_MOST_EXPLAINED_FAMILIES = 2  # families that are searched only to say why they were not chosen
+_MOST_POLISHED = 3
+_POLISHED_WITHIN = 1.3  # points are polished if they are at most so many times as slow as the fastest
+_GUESS_TOLERANCE = 1.3
+_AS_FAST = 5e-4  # a difference of two steps that is called none
 
 
 @dataclass
 class _PlanSearch:
     """The state of the search in one precision.
 
-    priced                  the candidates that were simulated
-    failed_recompute        levels of recomputation that the model cannot be traced with
-    temporary_bytes         by level of recomputation, the fewest bytes of temporary tensors per sample in a simulated
-                            plan, before division by the tensor axis
-    smallest_not_fitting    by `Candidate.without_microbatch`, the smallest microbatch size that did not fit
-    accepted_placements     by placement of branches, whether the executor accepts it
-    too_large               candidates that their memory bound excludes, with their bounds
-    refusal                 why the executor, or a constraint, has refused a candidate
+    points               the fastest point that was found for each way to divide the devices
+    accepted_placements  by placement of branches, whether the executor accepts it
+    too_large            candidates that their memory bound excludes, with their bounds
+    refusal              why the executor, or a constraint, has refused a candidate
     """
 
     inputs: PlanningInputs
-    profiles: Profiles
-    summary: ModelSummary
+    prices: Prices
     calculator: BoundCalculator
-    priced: dict[Candidate, PricedPlan] = field(default_factory=dict)
-    failed_recompute: set[str] = field(default_factory=set)
-    temporary_bytes: dict[str, float] = field(default_factory=dict)
-    smallest_not_fitting: dict[tuple[Any, ...], float] = field(default_factory=dict)
+    points: dict[AxisSizes, Point | None] = field(default_factory=dict)
     accepted_placements: dict[tuple[Any, ...], bool] = field(default_factory=dict)
-    too_large: "_Bounded" = field(default_factory=list)
+    too_large: Bounded = field(default_factory=list)
     refusal: str = ""
-
-    def price(self, candidate: Candidate) -> PricedPlan | None:
-        """Simulates the candidate. Returns None if the executor cannot run its plan, or if the model cannot be traced
-        with its level of recomputation."""
-        if candidate not in self.priced:
-            try:
-                plan = plan_of(candidate, self.summary, self.inputs)
-                self.inputs.check_plan(plan)
-            except InputError:
-                return None
-            inputs, recompute = self.inputs, candidate.recompute
-            try:
-                profile = self.profiles.get(candidate.precision, recompute)
-            except InputError:
-                if recompute == "none":
-                    raise
-                self.failed_recompute.add(recompute)  # some models cannot recompute their activations
-                return None
-            self.summary.add_profile(recompute, profile)
-            plan = applied(with_exchanges(plan, profile, inputs.cluster, self.predict), inputs.constraints)
-            best, even = divided(plan, inputs, self.predict, profile, self.summary)
-            self.priced[candidate] = PricedPlan(candidate, *best, even=even)
-            self._update_temporaries(self.priced[candidate])
-        priced = self.priced[candidate]
-        if not self.fits(priced):
-            key, batch = candidate.without_microbatch, candidate.microbatch_samples
-            self.smallest_not_fitting[key] = min(self.smallest_not_fitting.get(key, batch), batch)
-        return priced
-
-    def predict(self, plan: Plan) -> Prediction:
-        inputs, profile = self.inputs, self.profiles.get(plan.numerics.precision, plan.memory.recompute)
-        return predict_plan(
-            inputs.cluster, profile, plan, inputs.global_batch, inputs.optimizer, runtime=inputs.runtime
-        )
-
-    def choose_compute(self, candidates: Iterable[Candidate]) -> None:
-        """Replaces the plans of these candidates by the best of their variants (compute_variants.py)."""
-        traits = traits_of(self.summary.profile)
-        for candidate in candidates:
-            plain = self.priced[candidate]
-            best, fastest = best_variant(plain.plan, plain.prediction, self.inputs, self.predict, traits)
-            before = plain if best[0] != plain.plan else None
-            faster = fastest if fastest[1].step_s < best[1].step_s else None
-            profile = self.profiles.get(candidate.precision, candidate.recompute)
-            best, even = divided_again(best, plain.plan, plain.even, self.inputs, self.predict, profile)
-            self.priced[candidate] = PricedPlan(candidate, *best, before, faster, even)
-
-    def _update_temporaries(self, priced: PricedPlan) -> None:
-        candidate = priced.candidate
-        if candidate.sizes.placed_branches:
-            return  # the ranks of such a plan do not divide the temporaries equally
-        temporary = max(0.0, priced.needed_bytes - self.calculator.memory_floor(candidate))
-        of_sample = temporary * candidate.activation_parts / candidate.microbatch_samples
-        smallest = self.temporary_bytes.get(candidate.recompute, of_sample)
-        self.temporary_bytes[candidate.recompute] = min(smallest, of_sample)
 
     def fits(self, priced: PricedPlan) -> bool:
         return self.inputs.fits(priced.prediction)
 
-    def is_hopeless(self, candidate: Candidate) -> bool:
-        """Whether simulating the candidate is useless: the model cannot be traced with its recomputation, it needs at
-        least as much memory as a candidate that did not fit, its memory including expected temporaries exceeds the
-        capacity, it recomputes more than an otherwise equal candidate that fits, or it accumulates needlessly."""
-        if candidate.recompute in self.failed_recompute or self._accumulates_needlessly(candidate):
-            return True
-        batch = candidate.microbatch_samples
-        if batch >= self.smallest_not_fitting.get(candidate.without_microbatch, batch + 1):
-            return True
-        has_branches = bool(candidate.sizes.placed_branches)
-        of_sample = 0.0 if has_branches else self.temporary_bytes.get(candidate.recompute, 0.0)
-        temporary = _SHARED_TEMPORARIES * of_sample * batch / candidate.activation_parts
-        # Profiles that were traced in the meantime may have raised the floor.
-        if self.calculator.memory_floor(candidate) + temporary > self.inputs.largest_capacity_bytes:
-            return True
-        faster = candidate.with_less_recompute
-        while faster is not None:
-            priced = self.priced.get(faster)
-            if priced is not None and self.fits(priced):
-                return True
-            faster = faster.with_less_recompute
-        return False
-
-    def _accumulates_needlessly(self, candidate: Candidate) -> bool:
-        """Whether CPU ranks would accumulate gradients although the whole batch fits. Predictions for CPUs do not count
-        what each further microbatch costs the host, so that accumulation appears to be faster than it is."""
-        if self.inputs.cluster.kind != "cpu" or candidate.sizes.pipeline > 1 or candidate.microbatches == 1:
-            return False
-        local_batch = -(-self.inputs.global_batch // candidate.sizes.data_ranks)
-        for recompute in RECOMPUTES[: RECOMPUTES.index(candidate.recompute) + 1]:
-            whole = replace(candidate, recompute=recompute, microbatches=1, microbatch_samples=local_batch)
-            if not self.is_hopeless(whole) and (priced := self.price(whole)) is not None and self.fits(priced):
-                return True
-        return False
+    def best_of_candidates(self) -> list[PricedPlan]:
+        """The fastest plan of each simulated candidate that fits, the fastest first; then those that do not fit."""
+        bests: dict[Candidate, PricedPlan] = {}
+        for priced in sorted(self.prices.priced.values(), key=_order_of(self.inputs)):
+            bests.setdefault(priced.candidate, priced)
+        return list(bests.values())
 
     def ranked(self) -> list[PricedPlan]:
-        return sorted(filter(self.fits, self.priced.values()), key=_step_s)
+        return [priced for priced in self.best_of_candidates() if self.fits(priced)]
+
+
+def _order_of(inputs: PlanningInputs) -> Any:
+    return lambda priced: (not inputs.fits(priced.prediction), priced.prediction.step_s)
 
 
 def _step_s(priced: PricedPlan) -> float:
@@ -206,11 +117,14 @@ def search(inputs: PlanningInputs, profiles: Profiles) -> SearchResult:
         raise NoPlanFits(describe_closest(inputs, results), lacks_memory=has_plans)
     ranked = sorted((priced for result in fitting for priced in result.ranked), key=_step_s)
     best = _preferred(ranked)
-    others = [priced for priced in ranked if priced is not best]
+    is_fastest = _step_s(best) <= (1 + _AS_FAST) * _step_s(ranked[0])
+    without_offload = next((priced for priced in ranked if priced.plan.memory.offload == "none"), None)
+    others = [priced for priced in ranked if priced.candidate != best.candidate]
     return replace(
         next(result for result in fitting if best in result.ranked),
         ranked=(best, *others[: inputs.top - 1]),
-        fastest=ranked[0],
+        fastest=best if is_fastest else ranked[0],
+        without_offload=without_offload if best.plan.memory.offload != inputs.offload else None,
         candidate_count=sum(result.candidate_count for result in results),
         priced_count=sum(result.priced_count for result in results),
         simulated=tuple(priced for result in results for priced in result.simulated),
@@ -222,77 +136,130 @@ def search(inputs: PlanningInputs, profiles: Profiles) -> SearchResult:
 def _search_precision(inputs: PlanningInputs, profiles: Profiles, precision: str) -> SearchResult:
     summary = summarize_model(inputs, profiles, precision)
     check_model(inputs, summary)
-    state = _PlanSearch(inputs, profiles, summary, BoundCalculator(summary, inputs))
+    prices = Prices(inputs, profiles, summary)
+    state = _PlanSearch(inputs, prices, BoundCalculator(summary, inputs))
     bounded, excluded, count = _candidates(state, precision)
-    is_bounded = bounds_hold(inputs.constraints)
-    bounded.sort(key=lambda item: (item[1].guess_s, RECOMPUTES.index(item[0].recompute), item[1].memory_bytes))
-    for candidate, bound in bounded:
-        ranked = state.ranked()[: inputs.top]
-        if len(ranked) == inputs.top and is_bounded:
-            slowest_s = _step_s(ranked[-1])
-            if bound.guess_s > _GUESS_TOLERANCE * slowest_s:
-                break
-            if bound.floor_s >= slowest_s:
-                continue
-        if not state.is_hopeless(candidate):
-            state.price(candidate)
-        most_priced, most_fitting = max(_MOST_PRICED, inputs.top), max(_MOST_FITTING, inputs.top)
-        if ranked and (len(state.priced) >= most_priced or len(state.ranked()) >= most_fitting):
-            break
-    _price_placements(state, [candidate for candidate, _ in bounded if candidate.sizes.placed_branches])
-    _price_simpler(state, {candidate for candidate, _ in bounded})
-    family_bests = _family_bests(state, bounded)
+    by_sizes: dict[AxisSizes, Bounded] = {}
+    for item in sorted(bounded, key=lambda item: (item[1].guess_s, RECOMPUTES.index(item[0].recompute))):
+        by_sizes.setdefault(item[0].sizes, []).append(item)
+    neighbours = Neighbours(summary, inputs, traits_of(summary.profile), list(by_sizes))
+    descent = Descent(prices, neighbours, bounds_hold(inputs.constraints))
+    plain = _search_plain(state, descent, by_sizes)
+    _search_axes(state, descent, by_sizes)
+    _search_placements(state, descent, by_sizes)
+    _polish(state, descent)
+    _search_missing(state, descent, by_sizes)
+    _fill(state, descent, bounded)
     ranked = state.ranked()
-    fast = [best for best in family_bests if ranked and _step_s(best) <= _VARIED_FAMILIES_WITHIN * _step_s(ranked[0])]
-    most_varied = _MOST_VARIED if inputs.top <= TOP else inputs.top
-    state.choose_compute({priced.candidate for priced in (*ranked[:most_varied], *fast) if state.fits(priced)})
-    family_bests, ranked = _family_bests(state, bounded), state.ranked()
-    others = evenly([item for item in (*bounded, *state.too_large) if item[0] not in state.priced])
+    if ranked:
+        best = next(point for point, priced in prices.priced.items() if priced is ranked[0])
+        simple = prices.price(descent.simplified(best))
+        ranked = [ranked[0], *([simple] if simple is not None and simple is not ranked[0] else []), *ranked[1:]]
+    simulated = state.best_of_candidates()
+    known = {priced.candidate for priced in simulated}
+    others = evenly([item for item in (*bounded, *state.too_large) if item[0] not in known])
     return SearchResult(
-        *(tuple(ranked), None, family_bests, tuple(excluded), summary, count, len(state.priced), 0.0),
-        simulated=tuple(state.priced.values()),
+        *(
+            tuple(ranked),
+            None,
+            _family_bests(state, by_sizes, ranked),
+            tuple(excluded),
+            summary,
+            count,
+            len(simulated),
+            0.0,
+        ),
+        simulated=tuple(simulated),
         not_simulated=tuple(BoundedPlan(candidate, b.guess_s, b.memory_bytes) for candidate, b in others),
         refusal=state.refusal,
+        plain=tuple(plain),
     )
 
 
-def _price_simpler(state: _PlanSearch, candidates: set[Candidate]) -> None:
-    """Simulates the fastest plan with fewer microbatches and less recomputation, the simplest of `candidates` first,
-    until one fits."""
-    if not (ranked := state.ranked()) or ranked[0].candidate.sizes.pipeline > 1:
-        return
-    fastest = ranked[0].candidate
-    similar = [
-        candidate
-        for candidate in candidates
-        if candidate.sizes == fastest.sizes
-        and candidate.microbatches <= fastest.microbatches
-        and RECOMPUTES.index(candidate.recompute) <= RECOMPUTES.index(fastest.recompute)
-    ]
-    for candidate in sorted(similar, key=lambda c: (c.microbatches > 1, c.recompute != "none", -c.microbatch_samples)):
-        if not state.is_hopeless(candidate) and (priced := state.price(candidate)) and state.fits(priced):
+def _is_plain(sizes: AxisSizes) -> bool:
+    """Whether the axes are replicas, shards, or both, as a person would write them."""
+    is_divided = sizes.tensor * sizes.pipeline * sizes.context * sizes.expert > 1
+    return not (is_divided or sizes.splits_wide_layers or sizes.placed_branches)
+
+
+def _search_plain(state: _PlanSearch, descent: Descent, by_sizes: dict[AxisSizes, Bounded]) -> list[PricedPlan]:
+    """Searches all plain plans, and returns the best of each kind: replicas, shards, replicas of shards."""
+    bests: dict[tuple[str, ...], Point] = {}
+    for sizes, bounded in by_sizes.items():
+        if _is_plain(sizes) and (point := _search_sizes(state, descent, sizes, bounded)) is not None:
+            known = bests.get(sizes.family)
+            if known is None or state.prices.seconds(point) < state.prices.seconds(known):
+                bests[sizes.family] = point
+    polished = [state.prices.price(descent.descend(point, within=True)) for point in bests.values()]
+    return [priced for priced in polished if priced is not None]
+
+
+def _search_sizes(
+    state: _PlanSearch, descent: Descent, sizes: AxisSizes, bounded: Bounded, limit_s: float = NEVER_S
+) -> Point | None:
+    if sizes not in state.points:
+        state.points[sizes] = descent.fastest_of(bounded, limit_s)
+    return state.points[sizes]
+
+
+def _search_axes(state: _PlanSearch, descent: Descent, by_sizes: dict[AxisSizes, Bounded]) -> None:
+    searched = 0
+    for sizes, bounded in by_sizes.items():  # in the order of their guess
+        fastest_s = min((state.prices.seconds(p) for p in state.points.values() if p is not None), default=NEVER_S)
+        limit_s = fastest_s if descent.uses_bounds else NEVER_S
+        if fastest_s < NEVER_S and (searched >= _MOST_AXES or bounded[0][1].guess_s > _GUESS_TOLERANCE * limit_s):
             return
+        searched += sizes not in state.points
+        _search_sizes(state, descent, sizes, bounded, limit_s)
 
 
-def _price_placements(state: _PlanSearch, candidates: Iterable[Candidate]) -> None:
-    """Simulates the first candidate of each family. `candidates` are those that place branches, in the order of their
-    guess."""
-    families: dict[tuple[str, ...], Candidate] = {}
-    for candidate in candidates:
-        if not state.is_hopeless(candidate):
-            families.setdefault(candidate.sizes.family, candidate)
-    for candidate in islice(families.values(), _MOST_PLACED_FAMILIES):
-        state.price(candidate)
+def _search_placements(state: _PlanSearch, descent: Descent, by_sizes: dict[AxisSizes, Bounded]) -> None:
+    families: dict[tuple[str, ...], AxisSizes] = {}
+    for sizes in by_sizes:
+        if sizes.placed_branches:
+            families.setdefault(sizes.family, sizes)
+    for sizes in list(families.values())[:_MOST_PLACED_FAMILIES]:
+        _search_sizes(state, descent, sizes, by_sizes[sizes])
 
 
-_Bounded = list[tuple[Candidate, Bounds]]
+def _polish(state: _PlanSearch, descent: Descent) -> None:
+    """Descends from the fastest points with different axes."""
+    seconds = state.prices.seconds
+    points = sorted((point for point in state.points.values() if point is not None), key=seconds)
+    families: dict[tuple[str, ...], Point] = {}
+    for point in points:
+        families.setdefault(point.candidate.sizes.family, point)
+    for point in list(families.values())[:_MOST_POLISHED]:
+        if seconds(point) <= _POLISHED_WITHIN * seconds(points[0]):
+            descent.descend(point)
 
 
-def _candidates(state: _PlanSearch, precision: str) -> tuple[_Bounded, list[ExcludedPlan], int]:
+def _search_missing(state: _PlanSearch, descent: Descent, by_sizes: dict[AxisSizes, Bounded]) -> None:
+    """Searches a few families of which no plan was simulated yet, for the report to say why they were not chosen."""
+    known = {priced.candidate.sizes.family for priced in state.prices.priced.values()}
+    missing: dict[tuple[str, ...], AxisSizes] = {}
+    for sizes in by_sizes:
+        if sizes.family not in known and not sizes.placed_branches:
+            missing.setdefault(sizes.family, sizes)
+    for sizes in sorted(missing.values(), key=lambda sizes: max(1, len(sizes.family)))[:_MOST_EXPLAINED_FAMILIES]:
+        _search_sizes(state, descent, sizes, by_sizes[sizes])
+
+
+def _fill(state: _PlanSearch, descent: Descent, bounded: Bounded) -> None:
+    """Simulates candidates in the order of their guess until as many fit as are wanted."""
+    for candidate, _ in bounded:
+        if len(state.ranked()) >= state.inputs.top:
+            return
+        point = descent.neighbours.usual(candidate)
+        if state.prices.seconds(point) < NEVER_S:
+            state.prices.fits(point)
+
+
+def _candidates(state: _PlanSearch, precision: str) -> tuple[Bounded, list[ExcludedPlan], int]:
     """Returns the candidates that their memory bound does not exclude, with their bounds; for every family that has
     none left, the plan that needs the least memory; and the number of all candidates."""
-    inputs, summary, calculator = state.inputs, state.summary, state.calculator
-    bounded: _Bounded = []
+    inputs, summary, calculator = state.inputs, state.prices.summary, state.calculator
+    bounded: Bounded = []
     excluded: dict[tuple[str, ...], tuple[float, Candidate]] = {}
     count = 0
 
@@ -332,7 +299,7 @@ def _candidates(state: _PlanSearch, precision: str) -> tuple[_Bounded, list[Excl
 def _is_accepted(state: _PlanSearch, candidate: Candidate) -> bool:
     """Whether the executor accepts the candidate's plan. The result also applies to candidates that differ only in
     their microbatches."""
-    if candidate.sizes.pipeline > 1 and state.summary.cuts(candidate.stages, candidate.recompute) is None:
+    if candidate.sizes.pipeline > 1 and state.prices.summary.cuts(candidate.stages, candidate.recompute) is None:
         return False
     if state.inputs.check_plan is accept_every_plan:
         return True
@@ -342,7 +309,7 @@ def _is_accepted(state: _PlanSearch, candidate: Candidate) -> bool:
         # Checking branches takes a while. Plans that are simulated are checked once more, each by itself.
         return state.accepted_placements[key]
     try:
-        state.inputs.check_plan(plan_of(candidate, state.summary, state.inputs))
+        state.inputs.check_plan(plan_of(candidate, state.prices.summary, state.inputs))
     except InputError as error:
         state.refusal = state.refusal or str(error)
         state.accepted_placements[key] = False
@@ -351,31 +318,18 @@ def _is_accepted(state: _PlanSearch, candidate: Candidate) -> bool:
     return True
 
 
-def _family_bests(state: _PlanSearch, bounded: _Bounded) -> tuple[PricedPlan, ...]:
-    """Returns the best simulated plan of every family, for the report to say why it was not chosen. A few families of
-    which no plan was simulated yet are simulated for this purpose."""
-    families: dict[tuple[str, ...], list[Candidate]] = {}
-    for candidate, _ in bounded:
-        families.setdefault(candidate.sizes.family, []).append(candidate)
-    priced_families = {priced.candidate.sizes.family for priced in state.priced.values()}
-    missing = [
-        family
-        for family, members in families.items()
-        if family not in priced_families and not members[0].sizes.placed_branches
-    ]
-    missing.sort(key=lambda family: max(1, len(family)))  # the simplest first
-    least = min((candidate.recompute for candidate, _ in bounded), key=RECOMPUTES.index, default="none")
-    for family in missing[:_MOST_EXPLAINED_FAMILIES]:
-        # No further profile is traced only to explain why a plan was not chosen.
-        simple = (member for member in families[family] if member.recompute == least)
-        member = next((member for member in simple if not state.is_hopeless(member)), None)
-        if member is not None:
-            state.price(member)
+def _family_bests(
+    state: _PlanSearch, by_sizes: Iterable[AxisSizes], ranked: Sequence[PricedPlan]
+) -> tuple[PricedPlan, ...]:
+    """The best simulated plan of every family: of the `ranked` ones, which fit, the preferred one, or if none fits, the
+    plan that needs the least memory."""
+    families: dict[tuple[str, ...], list[PricedPlan]] = {sizes.family: [] for sizes in by_sizes}
+    too_large = (priced for priced in state.best_of_candidates() if not state.fits(priced))
+    for priced in (*ranked, *too_large):
+        families.setdefault(priced.candidate.sizes.family, []).append(priced)
     bests = []
-    for family in families:
-        plans = [priced for priced in state.priced.values() if priced.candidate.sizes.family == family]
-        fitting = [priced for priced in plans if state.fits(priced)]
-        if fitting:
+    for plans in families.values():
+        if fitting := [priced for priced in plans if state.fits(priced)]:
             bests.append(_preferred(fitting))
         elif plans:
             bests.append(min(plans, key=lambda priced: priced.needed_bytes))

@@ -17,15 +17,12 @@ _Item = TypeVar("_Item")
 @dataclass(frozen=True)
 class PricedPlan:
     """A plan whose step was simulated. `PlanningInputs.fits` says whether it fits.
-    `plain` is the plan before the variants of its `compute` fields were tried; None if none of them was better.
-    `faster` is the fastest of these variants, if a simpler one is preferred to it. `even` is the plan with an even
-    division of batch and model, if machines are not alike and another division is better."""
+    `even` is the plan with an even division of batch and model, if machines are not alike and another division is
+    better."""
 
     candidate: Candidate
     plan: Plan
     prediction: Prediction
-    plain: "PricedPlan | None" = None
-    faster: PredictedPlan | None = None
     even: PredictedPlan | None = None
 
     @property
@@ -65,6 +62,7 @@ class SearchResult:
     simulated        all plans that were simulated, in every precision
     not_simulated    other candidates, at most `MOST_NOT_SIMULATED`, taken evenly from all of them
     refusal          why a candidate was refused; empty if none was
+    plain            the best plans of replicas, of shards and of replicas of shards within nodes, as far as they fit
     without_offload  if plans with `memory.offload` won, the best plan without (offload.py); None if none fits
     """
 
@@ -80,6 +78,7 @@ class SearchResult:
     not_simulated: tuple[BoundedPlan, ...] = ()
     without_offload: PricedPlan | None = None
     refusal: str = ""
+    plain: tuple[PricedPlan, ...] = ()
 
 
 def evenly(items: Sequence[_Item]) -> tuple[_Item, ...]:

@@ -15,7 +15,6 @@ equally many, because whole samples cannot always be divided among equal ranks.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil
 
 import numpy as np
 
@@ -31,12 +30,12 @@ from meshwright.simulator.step_inputs import rate_of
 @dataclass(frozen=True)
 class DataRankGroup:
     """Data ranks that are alike: their numbers, the node of each of their pipeline ranks, how many samples of a global
-    batch the one with most gets (with even shares of a batch that the ranks do not divide, the mean), and the part
-    that each of them holds of what the shard axis divides (None: an even part)."""
+    batch the one with most gets, and the part that each of them holds of what the shard axis divides (None: an even
+    part)."""
 
     ranks: tuple[int, ...]
     nodes: tuple[Node, ...]
-    samples: float
+    samples: int
     shard_part: float | None = None
 
     @property
@@ -54,7 +53,7 @@ class DataRankGroup:
 
     def microbatch_samples(self, plan: Plan) -> int:
         """The samples in the largest microbatch of one of the ranks."""
-        return -(-ceil(self.samples) // plan.microbatches)
+        return -(-self.samples // plan.microbatches)
 
     def mean_microbatch_samples(self, plan: Plan) -> float:
         """The mean number of samples in a microbatch. A rank with fewer samples than microbatches computes some with a
@@ -70,7 +69,7 @@ def is_divided_unequally(cluster: Cluster, plan: Plan) -> bool:
 def data_rank_groups(cluster: Cluster, plan: Plan, global_batch: int) -> list[DataRankGroup]:
     """The data ranks of a plan in groups that are alike, in the order of their first rank. Raises an `InputError` if a
     rank gets no sample."""
-    samples: Sequence[float] = [global_batch / plan.data_ranks] * plan.data_ranks
+    samples: Sequence[int] = [-(-global_batch // plan.data_ranks)] * plan.data_ranks
     if plan.shares.samples:
         samples = share_sizes(global_batch, plan.shares.samples)
         if not min(samples):
@@ -94,7 +93,7 @@ def data_rank_groups(cluster: Cluster, plan: Plan, global_batch: int) -> list[Da
     ]
 
 
-def _as_many(samples: Sequence[float], ranks: Sequence[int], rank: int) -> bool:
+def _as_many(samples: Sequence[int], ranks: Sequence[int], rank: int) -> bool:
     return abs(samples[ranks[0]] - samples[rank]) <= 1 and abs(samples[ranks[-1]] - samples[rank]) <= 1
 
 

@@ -92,7 +92,7 @@ def predict_plan(
         samples = max(group.group.microbatch_samples(plan) for group in groups)
     else:
         memory = plan_memory(cluster, profile, plan, global_batch, optimizer, runtime)
-        step = predict_step(cluster, profile, plan, global_batch / plan.batch_parts, optimizer, runtime)
+        step = predict_step(cluster, profile, plan, _mean_samples(plan, global_batch), optimizer, runtime)
     even, worst = (0.0, 0.0)
     if plan.axes.expert > 1:
         even, worst = worst_buffer_bytes(profile, plan, samples / plan.axes.context)
@@ -107,6 +107,24 @@ def predict_plan(
         (round(even), round(worst)),
         groups,
     )
+
+
+def plan_step_s(
+    cluster: Cluster,
+    profile: ModelProfile,
+    plan: Plan,
+    global_batch: int,
+    optimizer: OptimizerCost,
+    *,
+    runtime: Runtime = OUR_RUNTIME,
+) -> float:
+    """The seconds of a step that `predict_plan` returns, without the memory, whose prediction takes longer."""
+    check_size(plan, cluster, global_batch)
+    check_expert_ranks(profile, plan)
+    if not is_divided_unequally(cluster, plan):
+        return predict_step(cluster, profile, plan, _mean_samples(plan, global_batch), optimizer, runtime).step_s
+    groups = data_rank_groups(cluster, plan, global_batch)
+    return max(group_step(cluster, profile, plan, group, optimizer, runtime).step_s for group in groups)
 
 
 def _predict_groups(
@@ -262,6 +280,11 @@ def _context_bytes(node: Node) -> int:
     if node.device.kind != "cuda":
         return CPU_MEMORY.context_bytes
     return node.device.context_bytes or CUDA_MEMORY.context_bytes
+
+
+def _mean_samples(plan: Plan, global_batch: int) -> float:
+    """The mean number of samples in a microbatch of the rank with most samples, for which the others wait."""
+    return -(-global_batch // plan.data_ranks) / plan.microbatches
 
 
 def check_size(plan: Plan, cluster: Cluster, global_batch: int) -> None:

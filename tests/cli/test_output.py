@@ -141,7 +141,6 @@ def test_a_plan_file_is_predicted_without_a_search(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--cluster", "8xA100-80GB", "--set", "train.global_batch=257"], "train.global_batch is 257, which no axis"),
         (["--cluster", "64xH9000"], "cluster '64xH9000' is not known"),
         (["--cluster", "2xA100-80GB", "--set", "model.hidden=200000"], "fits no plan on '2xA100-80GB'"),
     ],

@@ -1,8 +1,10 @@
 """Models and clusters that the planner's tests search plans for."""
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -10,10 +12,12 @@ from torch import nn
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
 from meshwright.planner.inputs import PlanningInputs
+from meshwright.planner.polish import point
 from meshwright.planner.profiles import Profiles
 from meshwright.planner.search import search
 from meshwright.planner.search_result import SearchResult
 from meshwright.profile.optimizer import OptimizerCost
+from meshwright.simulator.predict import Prediction
 from meshwright.workloads import vision
 from meshwright.workloads.text.decoder import Decoder, NextTokenLoss
 from meshwright.workloads.text.decoder_sizes import decoder
@@ -74,6 +78,12 @@ def faster_links(name: str, times: float) -> Cluster:
     (node,) = cluster.nodes
     link = node.link.model_copy(update={"bandwidth_bytes_per_s": times * node.link.bandwidth_bytes_per_s})
     return cluster.model_copy(update={"nodes": (node.model_copy(update={"link": link}),)})
+
+
+def predict_as(monkeypatch: pytest.MonkeyPatch, predict: Callable[..., Prediction]) -> None:
+    """Lets searches predict plans with this function."""
+    monkeypatch.setattr(point, "predict_plan", predict)
+    monkeypatch.setattr(point, "plan_step_s", lambda *arguments, **options: predict(*arguments, **options).step_s)
 
 
 def search_plans(

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-import meshwright.planner.search
 from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError
 from meshwright.parallel.check import check_runnable
@@ -23,7 +22,7 @@ from meshwright.planner.profiles import Profiles
 from meshwright.simulator.predict import Prediction, predict_plan
 from meshwright.workloads.text.decoder import Decoder, NextTokenLoss
 from tests.auto.machines import cpu_cluster
-from tests.planner.cases import MOMENTUM, one_layer, search_plans, small_decoder
+from tests.planner.cases import MOMENTUM, one_layer, predict_as, search_plans, small_decoder
 
 H100 = PlanningInputs(find_cluster("8xH100"), 8, MOMENTUM, allow="rounding", can_fuse_optimizer=True)
 # Seconds of a step that each choice saves, in a step of one second.
@@ -61,7 +60,7 @@ def choose(
     **options: Any,
 ) -> dict[str, Any]:
     """Returns the chosen `compute` fields that differ from their defaults."""
-    (plan, prediction), _ = best_variant(
+    plan, prediction = best_variant(
         Plan.model_validate(groups),
         plain_prediction(),
         inputs,
@@ -172,15 +171,13 @@ def test_the_search_ranks_plans_with_their_best_variants(monkeypatch: pytest.Mon
         replicated_s = 0.5 if plan.compute.compile == "model" else 1.0
         return replace(plain_prediction(), step_s=0.9 if plan.axes.shard > 1 else replicated_s)
 
-    monkeypatch.setattr(meshwright.planner.search, "predict_plan", predict_toy)
+    predict_as(monkeypatch, predict_toy)
     _, result = search_plans("2xH100", one_layer(), 8, allow=allow)
     best = result.ranked[0]
     if allow == "same":
-        assert (best.plan.axes.shard, best.plain) == (2, None)
+        assert best.plan.axes.shard == 2
     else:
         assert (best.plan.axes.replicate, best.plan.compute.compile, best.prediction.step_s) == (2, "model", 0.5)
-        assert best.plain is not None
-        assert (best.plain.plan.compute.compile, best.plain.prediction.step_s) == ("none", 1.0)
         assert best in result.family_bests
     assert all(priced.plan.stays_within(allow) for priced in result.ranked)
 
@@ -211,7 +208,7 @@ def test_buckets_and_casts_of_weights_are_chosen_where_they_are_faster(
     groups: dict[str, Any], allow: Numerics, cast: str, bucket_mib: int
 ) -> None:
     inputs = replace(H100, allow=allow)
-    (plan, _), _ = best_variant(
+    plan, _ = best_variant(
         Plan.model_validate(groups), plain_prediction(), inputs, predict_exchange, ModelTraits(blocks=False)
     )
     assert (plan.numerics.cast, plan.gradients.bucket_bytes) == (cast, bucket_mib * MIB)

@@ -52,6 +52,22 @@ def test_a_slow_answer_is_a_failure(monkeypatch: pytest.MonkeyPatch, slower: flo
     assert "1 searches" in summary([row])
 
 
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem("perceptron 1024 4", "3xXeon-8380", 31, "rounding", make_constraints()),
+        Problem("decoder 4 512 256 1000", "4xA100-80GB", 31, "rounding", make_constraints()),
+        Problem("images resnet18", "2xH100", 480, "rounding", make_constraints(avoid=["recompute"])),
+    ],
+    ids=Problem.describe,
+)
+def test_no_plan_beats_the_search(monkeypatch: pytest.MonkeyPatch, problem: Problem) -> None:
+    monkeypatch.setattr(validation.search.compare, "_relaxed", lambda *_: {})
+    row = check_search(problem, 0, 0, 30)
+    assert row["plans"] > 10
+    assert not is_failure(row), row
+
+
 def test_an_answer_that_a_better_cluster_makes_slower_is_a_failure() -> None:
     row = {"beaten": 0.0, "relaxed": 0.2}
     assert is_failure(row)

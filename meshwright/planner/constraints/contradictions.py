@@ -84,10 +84,10 @@ def _check_axes(inputs: PlanningInputs) -> None:
             " devices: leave one axis free, or choose another cluster"
         )
     data_ranks = sizes.get("replicate", 1) * sizes.get("shard", 1)
-    if data_ranks > batch or (inputs.even_shares and batch % data_ranks):
+    if data_ranks > batch:
         raise InputError(
             f"replicate × shard is fixed to at least {data_ranks} ranks, among which a batch of {batch} samples cannot"
-            f" be divided{' equally' if data_ranks <= batch else ''}: choose another size, or another batch"
+            " be divided: choose another size, or another batch"
         )
 
 

@@ -24,10 +24,10 @@ def describe_choice(result: SearchResult, inputs: PlanningInputs, profiles: Prof
     fused optimizer); with allow: changes, bf16 would take 6.3 ms`."""
     best = result.ranked[0]
     words = f"plan: {best.plan.summary()}, {seconds(best.prediction.step_s)} a step predicted"
-    if best.plain is not None:
-        plain = best.plain.plan.model_copy(update={"shares": best.plan.shares})  # shares follow other choices
-        gained = difference(best.plan, plain)
-        words += f" ({seconds(best.plain.prediction.step_s)} without {gained})"
+    plain = best.plan.model_copy(update={"compute": Compute(layout=best.plan.compute.layout)})
+    if plain != best.plan and not inputs.constraints:
+        prediction = _predicted(plain, inputs, profiles)
+        words += f" ({seconds(prediction.step_s)} without {difference(best.plan, plain)})"
     if reason := preference(result):
         words += f"; {reason}"
     for allow in NUMERICS[NUMERICS.index(inputs.allow) + 1 :]:
@@ -49,10 +49,7 @@ def _fastest_with(
     larger = replace(inputs, allow=allow)
 
     def predict(plan: Plan) -> Prediction:
-        profile = profiles.get(plan.numerics.precision, plan.memory.recompute)
-        return predict_plan(
-            inputs.cluster, profile, plan, inputs.global_batch, inputs.optimizer, runtime=inputs.runtime
-        )
+        return _predicted(plan, inputs, profiles)
 
     options = []
     for precision in larger.precisions_to_try():
@@ -63,11 +60,16 @@ def _fastest_with(
         try:
             inputs.check_plan(plan)
             prediction = predict(plan)
-            options.append(best_variant(plan, prediction, larger, predict, traits_of(summary.profile))[0])
+            options.append(best_variant(plan, prediction, larger, predict, traits_of(summary.profile)))
         except InputError:  # the model cannot be run or traced in this precision
             continue
     fitting = [option for option in options if inputs.fits(option[1])]
     return min(fitting, key=lambda option: option[1].step_s, default=None)
+
+
+def _predicted(plan: Plan, inputs: PlanningInputs, profiles: Profiles) -> Prediction:
+    profile = profiles.get(plan.numerics.precision, plan.memory.recompute)
+    return predict_plan(inputs.cluster, profile, plan, inputs.global_batch, inputs.optimizer, runtime=inputs.runtime)
 
 
 def _with_precision(plan: Plan, precision: str, images: bool) -> Plan:

@@ -47,12 +47,9 @@ def explain(result: SearchResult, inputs: PlanningInputs) -> list[str]:
 def preference(result: SearchResult) -> str:
     """Says which faster plan the best one is preferred to, and why; empty if it is the fastest."""
     best, fastest = result.ranked[0], result.fastest
-    options = [best.faster] if best.faster else []
-    if fastest is not None and fastest is not best:
-        options.append((fastest.plan, fastest.prediction))
-    if not options:
+    if fastest is None or fastest is best:
         return ""
-    return describe_preference(best.plan, best.prediction, min(options, key=lambda option: option[1].step_s))
+    return describe_preference(best.plan, best.prediction, (fastest.plan, fastest.prediction))
 
 
 def _preference(result: SearchResult) -> list[str]:

@@ -19,7 +19,7 @@ from meshwright.plan import Plan
 from meshwright.planner.compute_variants import Predict, plan_that_fits
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.model_summary import ModelSummary
-from meshwright.planner.preference import PredictedPlan, preferred
+from meshwright.planner.preference import PredictedPlan
 from meshwright.planner.unequal.cuts import balanced_by_speed
 from meshwright.planner.unequal.shards import with_shards_by_memory
 from meshwright.planner.unequal.shares import ShareGroup, best_shares
@@ -55,36 +55,8 @@ def divided(
     fitting = [option for option in options if inputs.fits(option[1])]
     if not fitting:
         return even, None
-    best = fitting[preferred(fitting)]
+    best = min(fitting, key=lambda option: option[1].step_s)
     return best, even if best is not even else None
-
-
-def divided_again(
-    predicted: PredictedPlan,
-    before: Plan,
-    even: PredictedPlan | None,
-    inputs: PlanningInputs,
-    predict: Predict,
-    profile: ModelProfile,
-) -> tuple[PredictedPlan, PredictedPlan | None]:
-    """Returns a plan that has other `compute` fields than `before` with the shares that are best now, and the even
-    division with these fields, if that is another one. `even` is the even division with the fields of before, if the
-    plan is divided by speed. It may not have been before: launches of operators, which compiled models and CUDA graphs
-    avoid, take equally long on all devices."""
-    plan, prediction = predicted
-    if inputs.cluster.is_uniform or plan == before:
-        return predicted, even
-    options = [predicted]
-    even_plan = plan.model_copy(update={"shares": even[0].shares, "pipeline": even[0].pipeline}) if even else plan
-    if even_plan != plan:
-        options.append((even_plan, predict(even_plan)))
-    is_shared = bool(plan.shares.samples) or even is None
-    shared = with_best_shares(plan, inputs, profile, prediction) if is_shared else None
-    if shared is not None and shared != plan and _can_run(shared, inputs):
-        options.append((shared, predict(shared)))
-    fitting = [option for option in options if inputs.fits(option[1])] or options[:1]
-    best = fitting[preferred(fitting)]
-    return best, next((option for option in options if option[0] == even_plan != best[0]), None)
 
 
 def _can_run(plan: Plan, inputs: PlanningInputs) -> bool:

@@ -20,7 +20,7 @@ from meshwright.simulator.profile_cache import ProfileCache
 
 FUSED = "fused"  # the name of operators that are kernels of the compiler
 _NOTHING = BatchPolynomial(0.0, 0.0)
-_COMPILED_PROFILES: ProfileCache[ModelProfile] = ProfileCache(48)
+_COMPILED_PROFILES: ProfileCache[ModelProfile] = ProfileCache(192)
 # Products with fewer FLOPs per byte wait for memory on every GPU of the catalog, and are not padded.
 _PADDED_FLOPS_PER_BYTE = 100
 _ALIGNED_BYTES = 16
@@ -50,8 +50,9 @@ def compiled_profile(profile: ModelProfile, plan: Plan, batch: float) -> ModelPr
 
 
 def _compiled_profile(profile: ModelProfile, plan: Plan, units: tuple[str, ...], batch: float) -> ModelProfile:
+    unit_of = _UnitOfLayers(units)
     operators = [
-        StepOperator(operator, number, position, segment.phase == "backward", _unit(operator, units, plan))
+        StepOperator(operator, number, position, segment.phase == "backward", _unit(operator, unit_of, plan))
         for number, segment in enumerate(profile.segments)
         for position, operator in enumerate(segment.operators)
     ]
@@ -69,13 +70,24 @@ def _compiled_profile(profile: ModelProfile, plan: Plan, units: tuple[str, ...],
     )
 
 
-def _unit(operator: Operator, units: tuple[str, ...], plan: Plan) -> str | None:
+class _UnitOfLayers(dict[str, str | None]):
+    """The compiled module that contains a layer, by the name of the layer; None if none does."""
+
+    def __init__(self, units: tuple[str, ...]) -> None:
+        self._units = units
+
+    def __missing__(self, layer: str) -> str | None:
+        self[layer] = next((unit for unit in self._units if not unit or is_inside(layer, unit)), None)
+        return self[layer]
+
+
+def _unit(operator: Operator, unit_of: _UnitOfLayers, plan: Plan) -> str | None:
     """The compiled module that an operator belongs to; None if it belongs to none. A BatchNorm whose ranks exchange
     statistics is not compiled, and neither is a loss in chunks."""
     exchanges = plan.numerics.batch_norm == "synchronized" and plan.data_ranks > 1
     if operator.chunks or (exchanges and computes_statistics(operator)):
         return None
-    unit = next((unit for unit in units if not unit or is_inside(operator.layer, unit)), None)
+    unit = unit_of[operator.layer]
     # Where layers are split, collectives lie between operators that every rank repeats and operators on shards.
     is_divided = plan.axes.tensor > 1 and unit is not None and operator.split is not None
     return f"{unit} divided" if is_divided else unit

@@ -17,6 +17,7 @@ written. This module repeats its rules as far as they decide how many bytes are 
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from meshwright.profile.values import BatchPolynomial, Operator
 
@@ -41,7 +42,7 @@ class StepOperator:
     stage: int = 0
     kernel: int = -1
 
-    @property
+    @cached_property
     def is_fused(self) -> bool:
         """Whether the operator becomes part of a kernel that the compiler writes."""
         operator = self.operator

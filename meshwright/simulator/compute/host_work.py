@@ -8,11 +8,11 @@ time (as in passes.py).
                     Its kernels also follow each other faster on the device                               removed_gaps_s
 """
 
-from collections.abc import Collection
+from dataclasses import dataclass
 
 from meshwright.blocks.module_names import is_inside
 from meshwright.plan import Plan
-from meshwright.profile.values import ModelProfile, Operator, Phase
+from meshwright.profile.values import ModelProfile, Phase
 from meshwright.simulator.compute.compiled_profile import compiled_units
 from meshwright.simulator.compute.passes import (
     CAST,
@@ -20,6 +20,7 @@ from meshwright.simulator.compute.passes import (
     STEP_OVERHEAD_PER_PARAMETER,
     WITHOUT_GRADIENTS,
 )
+from meshwright.simulator.profile_cache import ProfileCache
 
 # Calling a compiled function in one pass: guards on its inputs, and the function of autograd that contains it. A chosen
 # value, not measured. Compiled steps of the MNIST net in validation/speed/h200.json take 0.95 to 1.07 of its eager
@@ -50,21 +51,13 @@ def host_launches(profile: ModelProfile, phase: Phase, plan: Plan, on_gpu: bool)
     parameters = STEP_OVERHEAD_PER_PARAMETER * len(profile.parameters)
     if captures_step(plan, on_gpu):
         return 1 + BESIDE_GRAPH + parameters if phase == "forward" else 0.0
-    units = compiled_units(profile, plan)
     has_graphs = plan.compute.cuda_graphs and on_gpu
-    calls = sum(_compiled_calls(profile, plan, unit) for unit in units)
-    launches = COMPILED_CALL * calls + (calls if has_graphs else 0)
+    work = _compiled_work(profile, phase, plan)
+    launches = COMPILED_CALL * work.calls + (work.calls if has_graphs else 0) + work.others
+    if not has_graphs:
+        launches += COMPILED_KERNEL * work.kernels
     if phase == "forward":
         launches += STEP_OVERHEAD + parameters
-    for segment in profile.segments:
-        if segment.phase != phase:
-            continue
-        for operator in segment.operators:
-            if _is_compiled(operator, units):
-                cost = 0.0 if has_graphs else COMPILED_KERNEL
-            else:
-                cost = CAST if operator.name == "_to_copy" else 1.0
-            launches += segment.block_count * operator.runs * cost
     return launches
 
 
@@ -73,18 +66,46 @@ def removed_gaps_s(profile: ModelProfile, phase: Phase, plan: Plan, on_gpu: bool
     the compiled model."""
     if not plan.compute.cuda_graphs or not on_gpu:
         return 0.0
-    captures_all, units = captures_step(plan, on_gpu), compiled_units(profile, plan)
-    return GAP_S * sum(
-        segment.block_count * operator.runs
-        for segment in profile.segments
-        if segment.phase == phase
-        for operator in segment.operators
-        if captures_all or _is_compiled(operator, units)
-    )
+    work = _compiled_work(profile, phase, plan)
+    return GAP_S * (work.runs if captures_step(plan, on_gpu) else work.kernels)
 
 
-def _is_compiled(operator: Operator, units: Collection[str]) -> bool:
-    return not operator.chunks and any(not unit or is_inside(operator.layer, unit) for unit in units)
+@dataclass(frozen=True)
+class _CompiledWork:
+    """The compiled functions that a pass calls, the operators in them (`kernels`), the launches of the other operators,
+    and how often any operator runs."""
+
+    calls: int
+    kernels: float
+    others: float
+    runs: float
+
+
+_WORK: ProfileCache[_CompiledWork] = ProfileCache(512)
+
+
+def _compiled_work(profile: ModelProfile, phase: Phase, plan: Plan) -> _CompiledWork:
+    units = compiled_units(profile, plan)
+    key = (units, phase, plan.axes.tensor > 1)
+    return _WORK.get(profile, key, lambda: _count_work(profile, phase, plan, units))
+
+
+def _count_work(profile: ModelProfile, phase: Phase, plan: Plan, units: tuple[str, ...]) -> _CompiledWork:
+    kernels = others = runs = 0.0
+    known: dict[str, bool] = {}
+    for segment in profile.segments:
+        if segment.phase != phase:
+            continue
+        for operator in segment.operators:
+            if operator.layer not in known:
+                known[operator.layer] = any(not unit or is_inside(operator.layer, unit) for unit in units)
+            times = segment.block_count * operator.runs
+            runs += times
+            if known[operator.layer] and not operator.chunks:
+                kernels += times
+            else:
+                others += times * (CAST if operator.name == "_to_copy" else 1.0)
+    return _CompiledWork(sum(_compiled_calls(profile, plan, unit) for unit in units), kernels, others, runs)
 
 
 def _compiled_calls(profile: ModelProfile, plan: Plan, unit: str) -> int:

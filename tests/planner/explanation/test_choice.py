@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 import meshwright.planner.explanation.choice
-import meshwright.planner.search
 from meshwright.cluster.detect import find_cluster
 from meshwright.plan import Plan
 from meshwright.plan_fields.effects import Numerics
@@ -16,7 +15,7 @@ from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.search import search
 from meshwright.simulator.predict import Prediction, predict_plan
 from tests.auto.machines import cpu_cluster
-from tests.planner.cases import MOMENTUM, one_layer
+from tests.planner.cases import MOMENTUM, one_layer, predict_as
 
 H100 = PlanningInputs(find_cluster("1xH100"), 8, MOMENTUM, can_fuse_optimizer=True)
 
@@ -34,7 +33,7 @@ def predict(*arguments: Any, **_: Any) -> Prediction:
 
 
 def line(inputs: PlanningInputs, monkeypatch: pytest.MonkeyPatch, trace_s: float = 0.0) -> str:
-    monkeypatch.setattr(meshwright.planner.search, "predict_plan", predict)
+    predict_as(monkeypatch, predict)
     monkeypatch.setattr(meshwright.planner.explanation.choice, "predict_plan", predict)
     profiles = one_layer()
     result = search(inputs, profiles)
