@@ -129,10 +129,11 @@ class LateHooks:
     def before_pass(self, parallel: ParallelModel) -> None:
         """Looks for what is new before a forward pass."""
         self._of_modules.watch_new()
-        self._check_replaced(parallel)
+        if torch.is_grad_enabled():
+            self._check_replaced(parallel)
 
     def after_pass(self) -> None:
-        """Notes after a forward pass what it has registered by itself."""
+        """Notes after a forward pass what it has registered by itself. Each pass is between the two."""
         self._of_modules.know_own()
 
     def _check_replaced(self, parallel: ParallelModel) -> None:

@@ -105,8 +105,8 @@ class OwnLoop:
         if torch.is_grad_enabled() or self._parallel.pipeline is not None:
             self._check_plan("model")
         seed = derive_seed(self.seed, "forward", self.steps, self._forward_passes, self._parallel.position.data_rank)
+        self._late_hooks.before_pass(self._parallel)
         if torch.is_grad_enabled():
-            self._late_hooks.before_pass(self._parallel)
             if not (arguments and keywords):
                 self._look_at_first_batch(keywords or arguments, together=False)
             self._report("forward")

@@ -166,6 +166,24 @@ def test_a_late_hook_that_changes_what_a_plan_divides_is_refused(two: RankPool) 
         assert "was registered with 0 after parallelize and changes what it is called with" in message
 
 
+def look_before_training(rank: int, size: int) -> str:
+    session = new_session("tensor")
+    double_output(session)
+    inputs, _ = batch(0, 0)
+    with torch.no_grad():
+        session.model(inputs)
+    try:
+        session.step(batch(0, 0))
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_a_late_hook_is_found_if_a_pass_without_gradients_comes_first(two: RankPool) -> None:
+    for message in two.run(look_before_training):
+        assert "was registered with 0 after parallelize" in message
+
+
 class RegistersItsOwn(nn.Sequential):
     """Registers a hook that changes values in its first forward pass."""
 
