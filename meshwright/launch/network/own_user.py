@@ -6,7 +6,7 @@ pretend to be this user.
     admit_own_user_only()        before torch listens anywhere: its store and Gloo take every process that connects for
                                  one of theirs. The functions that torch calls to accept connections are replaced in its
                                  table of functions of other libraries, by which the dynamic linker connects libraries.
-                                 (NCCL's connections begin with a secret of their own.)
+                                 (NCCL has listening sockets of its own, which are left as they are.)
 
 Connections from other machines are admitted. So are all connections where there is no C compiler, and on systems other
 than Linux, which do not say who has opened a socket. It was tried with torch 2.13 on x86-64.
