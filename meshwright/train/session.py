@@ -328,8 +328,10 @@ class Session(OwnLoop):
 
     # ---- weights and checkpoints
 
+    @explains_errors
     def state_dict(self) -> dict[str, Any]:
         """The full weights, as plain tensors that load into the user's own model. All ranks must call this together."""
+        self._report("weights")
         self._align()
         return self._parallel.full_state()
 
@@ -357,12 +359,17 @@ class Session(OwnLoop):
         shares = {"shares": self.shares.about(self.steps)} if self.shares else {}
         return about | ({"parts": self.parts} if self.parts else {}) | stream | losses | shares
 
-    @explains_errors
     def save(self, path: str | Path, frozen: bool = True) -> Path:
         """Writes a checkpoint to the folder `path`, and returns it. With `frozen=False` it does not hold the frozen
         parameters: `load` needs a model that has them already. All ranks must call this together."""
+        return self.save_with({}, path, frozen)
+
+    @explains_errors
+    def save_with(self, contents: State, path: str | Path, frozen: bool = True) -> Path:
+        """As `save`; the checkpoint has these contents, too."""
+        self._report("save")
         state = self.state() if frozen else without_frozen(self.state(), self.module)
-        return save_at(state, Path(path), self.steps, self.about())
+        return save_at({**state, **contents}, Path(path), self.steps, self.about())
 
     @explains_errors
     def load(self, path: str | Path) -> None:

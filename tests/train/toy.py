@@ -1,5 +1,7 @@
 """A small model with dropout and a small data set, for jobs that tests train and break."""
 
+import time
+
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
@@ -23,6 +25,18 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.layers(x)
         return out
+
+
+class PacedNet(Net):
+    """The same model, whose forward passes and saves take long enough for another process to see them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_pre_hook(lambda *_: time.sleep(0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.005)
+        return super().forward(x)
 
 
 def points(size: int = 510) -> Dataset[tuple[Tensor, ...]]:

@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.frozen import without_frozen
 from meshwright.checkpoint.load import load, read_manifest_once
 from meshwright.checkpoint.manifest import MANIFEST
-from meshwright.checkpoint.save import save_at
 from meshwright.compat.deepspeed.settings import DTYPES
 from meshwright.deepspeed_config.config import DeepSpeedConfig, Precision
 from meshwright.errors import CheckpointError, InputError
@@ -56,10 +54,7 @@ class EngineCheckpoints:
             raise InputError(f"save_checkpoint: the tag is {name!r}: give a name that a folder can have")
         values = {"counters": {key: getattr(self, key) for key in _COUNTERS}, "client_state": dict(client_state or {})}
         _check_plain(values["client_state"])
-        state = self.session.state()
-        if exclude_frozen_parameters:
-            state = without_frozen(state, self.session.module)
-        save_at({**state, _OBJECT: values}, Path(save_dir) / name, self.session.steps, self.session.about())
+        self.session.save_with({_OBJECT: values}, Path(save_dir) / name, frozen=not exclude_frozen_parameters)
         if save_latest and self.global_rank == 0:
             write_atomically(Path(save_dir) / _LATEST, name)
         broadcast_value(None)  # no rank looks for `latest` before it is written

@@ -17,7 +17,6 @@ from typing import Any
 
 from meshwright.checkpoint.load import read_manifest_once
 from meshwright.checkpoint.reader import open_checkpoint
-from meshwright.checkpoint.save import save_at
 from meshwright.errors import CheckpointError, InputError
 from meshwright.plan import Plan
 from meshwright.train.session import Session
@@ -57,7 +56,7 @@ def count_steps(session: Session, trainer: Any) -> None:
 def save_session(path: Path, session: Session, contents: Mapping[str, Any]) -> None:
     """Saves the session and the other `contents` of a checkpoint of Lightning, which have to be plain values. All ranks
     call this together."""
-    save_at({**session.state(), _OBJECT: dict(contents)}, path, session.steps, session.about())
+    session.save_with({_OBJECT: dict(contents)}, path)
 
 
 def load_session(path: Path, session: Session) -> dict[str, Any]:

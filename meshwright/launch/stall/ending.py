@@ -17,7 +17,7 @@ from meshwright.launch.stall.departure import Departure, describe_departure
 from meshwright.launch.stall.watchdog import Watchdog
 
 _LEAST_WAIT_S = 10.0
-_OUTSIDE_STEPS = ("evaluate", "weights")  # what a rank does in other calls that all ranks must make
+_OUTSIDE_STEPS = ("evaluate", "weights", "save")  # what a rank does in other calls that all ranks must make
 _STEPS_WAIT = 3  # as long as so many steps: the others may be about to begin one
 _endings: "deque[Ending]" = deque(maxlen=8)  # of the sessions that were made last
 

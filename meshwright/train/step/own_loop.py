@@ -275,10 +275,8 @@ class OwnLoop:
         this = ref(self)
         self._weight_copies = WeightCopies(self._parallel, settings)
 
-    @explains_errors
     def _align(self) -> None:
         """Makes buffers equal on all data ranks, and compares the copies of weights."""
-        self._report("weights")
         self._parallel.align_buffers()
         if self._weight_copies is not None:
             self._weight_copies.compare_now(self.steps)

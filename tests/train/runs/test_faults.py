@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 STEPS = 51  # three epochs of 17 batches, the last of them short
 JOB: dict[str, Any] = {
-    "model": {"call": "tests.train.toy:Net"},
+    "model": {"call": "tests.train.toy:PacedNet"},
     "data": {"train": {"call": "tests.train.toy:points"}, "eval": {"call": "tests.train.toy:points", "size": 301}},
     "loss": {"call": "torch.nn.functional:cross_entropy"},
     "metrics": {"accuracy": {"call": "meshwright.train.metrics:accuracy"}},
