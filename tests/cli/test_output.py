@@ -106,7 +106,14 @@ def test_people_read_accuracy_speed_and_the_whole_run_path(capsys: pytest.Captur
 
 def test_the_json_of_a_plan_has_the_fields_that_scripts_rely_on(folder: Path, run_command: RunCommand) -> None:
     report = last_json(run_command("plan", "job.yaml", "--cluster", "2xA100-80GB", "--top", "2", "--json"))
-    assert set(report) == {"choice", "best", "ranked", "explanation", "rejected", "candidates", "seconds"}
+    assert set(report) == {
+        *("headline", "figures", "choice", "best", "ranked", "plain", "explanation", "rejected", "candidates"),
+        "seconds",
+    }
+    batch = yaml.safe_load((folder / "job.yaml").read_text())["train"]["global_batch"]
+    assert report["figures"]["samples_per_s"] == pytest.approx(batch / report["best"]["step_s"])
+    assert f"{report['figures']['parameters']:,} parameters, " in report["headline"]
+    assert {entry["name"] for entry in report["plain"]} == {"plain DDP", "plain FSDP"}
     assert report["best"] == report["ranked"][0]
     assert len(report["ranked"]) == 2
     for entry in report["ranked"]:
@@ -124,6 +131,10 @@ def test_people_get_a_table_and_a_plan_that_can_be_trained_with(run_command: Run
     _, _, text = result.stdout.partition("# the best plan")
     plan = Plan.model_validate(yaml.safe_load("#" + text))
     assert plan.summary() in result.stdout
+    first = result.stdout.splitlines()[0]
+    assert "parameters, " in first
+    assert "(MFU)" in first
+    assert "plain FSDP" in first
 
 
 def test_a_plan_file_is_predicted_without_a_search(

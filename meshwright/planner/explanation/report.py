@@ -14,8 +14,11 @@ from meshwright.plan import Plan
 from meshwright.planner.constraints.missing_cuts import lacks_cuts, with_cuts
 from meshwright.planner.explanation.choice import describe_choice
 from meshwright.planner.explanation.constraint_cost import cost_sentences, cost_values
-from meshwright.planner.explanation.explain import explain, reason, rounded_shares, step_shares, too_large
+from meshwright.planner.explanation.explain import explain, rounded_shares, step_shares, too_large
+from meshwright.planner.explanation.headline import Headline, headline
 from meshwright.planner.explanation.host_memory import host_memory
+from meshwright.planner.explanation.plain import PlainPlan, plain_plans
+from meshwright.planner.explanation.rejected import rejected_plans
 from meshwright.planner.explanation.unequal import shares_sentence
 from meshwright.planner.explanation.units import gib, plain_number, seconds
 from meshwright.planner.inputs import PlanningInputs
@@ -32,8 +35,10 @@ class PlanReport:
     sentences about the best plan, and rejected plans with the reasons. `candidate_count` is the number of plans that
     were considered. `choice` is the line about the best plan at the top (choice.py), empty for a given plan. `untested`
     are the parts of each ranked plan that have never run on several GPUs of this kind (cluster/selftest_record.py).
-    `constraints` are those of the search, and what they cost (constraint_cost.py)."""
+    `constraints` are those of the search, and what they cost (constraint_cost.py). `headline` is the first line, with
+    the plain plans that the best one is compared with (plain.py)."""
 
+    headline: Headline
     ranked: tuple[tuple[Plan, Prediction], ...]
     explanation: tuple[str, ...]
     rejected: tuple[tuple[Plan, str], ...]
@@ -48,9 +53,12 @@ class PlanReport:
             for (plan, prediction), parts in zip(self.ranked, self.untested, strict=True)
         ]
         return {
+            "headline": str(self.headline),
+            "figures": self.headline.to_dict(),
             "choice": self.choice,
             "best": ranked[0],
             "ranked": ranked,
+            "plain": [_plain_entry(plain) for plain in self.headline.plain],
             "explanation": " ".join(self.explanation),
             "rejected": [{"plan": _plan_dict(plan), "reason": words} for plan, words in self.rejected],
             "candidates": self.candidate_count,
@@ -66,18 +74,13 @@ def report_search(
     best = result.ranked[0]
     constraints = inputs.constraints
     costs = cost_sentences(constraints, best, free, inputs.allow) if free is not None else []
-    ranked = {priced.candidate for priced in result.ranked}
-    rejected = [
-        (priced.plan, reason(priced, best, inputs))
-        for priced in sorted(result.family_bests, key=lambda priced: priced.prediction.step_s)
-        if priced.candidate not in ranked
-    ]
-    rejected += [(plan.plan, too_large(plan.needed_bytes, inputs, at_least=True)) for plan in result.excluded]
+    rejected = rejected_plans(result, inputs, profiles)
     untested = tuple(untested_parts(priced.plan, inputs.cluster) for priced in result.ranked)
     return PlanReport(
+        headline(best.plan, best.prediction, inputs, profiles, plain_plans(result, rejected)),
         tuple((priced.plan, priced.prediction) for priced in result.ranked),
         (*costs, *explain(result, inputs), _basis(inputs, profiles), *_untested_sentence(untested[0], inputs)),
-        tuple(rejected),
+        tuple((item.plan, item.words) for item in rejected),
         result.candidate_count,
         describe_choice(result, inputs, profiles),
         untested,
@@ -111,7 +114,8 @@ def predict_given_plan(plan: Plan, inputs: PlanningInputs, profiles: Profiles) -
     sentences += host_memory(plan, prediction, inputs)
     untested = untested_parts(plan, cluster)
     sentences += [_basis(inputs, profiles), *_untested_sentence(untested, inputs)]
-    return PlanReport(((plan, prediction),), tuple(sentences), (), 1, untested=(untested,))
+    line = headline(plan, prediction, inputs, profiles)
+    return PlanReport(line, ((plan, prediction),), tuple(sentences), (), 1, untested=(untested,))
 
 
 _HARDWARE: dict[BasedOn, str] = {
@@ -165,6 +169,14 @@ def _entry(plan: Plan, prediction: Prediction) -> dict[str, Any]:
     }
 
 
+def _plain_entry(plain: PlainPlan) -> dict[str, Any]:
+    """A plain plan, with `times`, how many times as fast the best plan is; None if the plain one does not fit."""
+    values = _entry(plain.priced.plan, plain.priced.prediction) if plain.priced is not None else {}
+    needed_bytes = plain.too_large_bytes if plain.priced is None else plain.priced.needed_bytes
+    own = {"name": plain.name, "is_best": plain.is_best, "times": plain.times, "device_bytes": needed_bytes}
+    return {**own, **values}
+
+
 def _group_entry(group: GroupPrediction) -> dict[str, Any]:
     """Data ranks that are alike, on machines that are not."""
     return {
@@ -182,11 +194,13 @@ def _plan_dict(plan: Plan) -> dict[str, Any]:
 
 
 def show(report: PlanReport, inputs: PlanningInputs, console: Console, took_s: float, full: bool = False) -> None:
-    """Prints the choice, the ranked plans, the sentences, the rejected plans, and the best plan in the format of a plan
-    file: the fields that differ from their defaults, or all with `full`. `took_s` is the time that the search took."""
+    """Prints the headline, the choice, the ranked plans and the plain ones, the sentences, the rejected plans, and the
+    best plan in the format of a plan file: the fields that differ from their defaults, or all with `full`. `took_s` is
+    the time that the search took."""
+    _print_sentence(f"{report.headline}", console)
     if report.choice:
         _print_sentence(report.choice, console)
-        console.print()
+    console.print()
     for line in _narrow_table(report, inputs) if console.width < _WIDE else ():
         _print_sentence(line, console)
     if console.width >= _WIDE:
@@ -211,37 +225,61 @@ def _print_sentence(text: str, console: Console) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=not console.is_terminal)
 
 
+@dataclass(frozen=True)
+class _Row:
+    """One plan of the table."""
+
+    name: str
+    prediction: Prediction
+
+
+def _rows(report: PlanReport, inputs: PlanningInputs) -> list[_Row]:
+    """The ranked plans, then the plain ones that are not among them."""
+    rows = [
+        _Row(_mark(plan, untested), prediction)
+        for (plan, prediction), untested in zip(report.ranked, report.untested, strict=True)
+    ]
+    ranked = [plan for plan, _ in report.ranked]
+    for plain in report.headline.plain:
+        if plain.priced is not None and plain.priced.plan not in ranked:
+            marked = _mark(plain.priced.plan, untested_parts(plain.priced.plan, inputs.cluster))
+            rows.append(_Row(f"{plain.name}: {marked}", plain.priced.prediction))
+    return rows
+
+
 def _ranked_table(report: PlanReport, inputs: PlanningInputs) -> Table:
-    columns, rows = _cells(report, inputs)
+    rows = _rows(report, inputs)
+    columns, cells = _cells(rows, inputs)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("plan")
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
-    for (plan, _), row, untested in zip(report.ranked, rows, report.untested, strict=True):
-        table.add_row(_mark(plan, untested), *row)
+    for row, values in zip(rows, cells, strict=True):
+        table.add_row(row.name, *values)
     return table
 
 
 def _narrow_table(report: PlanReport, inputs: PlanningInputs) -> Iterator[str]:
     """Yields the table for narrow terminals, in which each plan has a line of its own above its numbers."""
-    columns, rows = _cells(report, inputs)
-    widths = [max(len(row[index]) for row in (columns, *rows)) for index in range(len(columns))]
+    rows = _rows(report, inputs)
+    columns, cells = _cells(rows, inputs)
+    widths = [max(len(row[index]) for row in (columns, *cells)) for index in range(len(columns))]
 
     def line(cells: Sequence[str]) -> str:
         return "  " + "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
 
     yield line(columns)
-    for (plan, _), row, untested in zip(report.ranked, rows, report.untested, strict=True):
-        yield _mark(plan, untested)
-        yield line(row)
+    for row, values in zip(rows, cells, strict=True):
+        yield row.name
+        yield line(values)
 
 
-def _cells(report: PlanReport, inputs: PlanningInputs) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def _cells(plans: Sequence[_Row], inputs: PlanningInputs) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """The columns of the table, and its rows. The columns after the memory are shares of the step. They add up to 100%;
     columns without any share are left out."""
-    names = [name for name in _SHARES if any(_shares(prediction)[name] for _, prediction in report.ranked)]
+    names = [name for name in _SHARES if any(_shares(row.prediction)[name] for row in plans)]
     rows = []
-    for _, prediction in report.ranked:
+    for prediction in (row.prediction for row in plans):
         shares = _shares(prediction)
         rows.append(
             (

@@ -23,6 +23,14 @@ def plain_number(value: float | None) -> str:
     return text if "e" not in text else f"{value:.{2 - floor(log10(value))}f}"
 
 
+def count(value: float) -> str:
+    """A number of parameters or tokens in words, such as 124 million."""
+    for words, size in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
+        if value >= 0.9995 * size:
+            return f"{plain_number(value / size)} {words}"
+    return plain_number(value)
+
+
 def seconds(value: float | None) -> str:
     if value is None:
         return _NONE

@@ -28,7 +28,7 @@ def plan_page(details: Mapping[str, Any]) -> Page:
     others = ", for the best plan and for those after it" if is_search else ""
     candidates = [cloud_chart(details), *_plan_tables(details)] if is_search else []
     sections = [
-        Section("The best plan" if is_search else "The plan", _choice(details), _summary(details)),
+        Section("The best plan" if is_search else "The plan", _first_lines(details), _summary(details)),
         Section("Time", f"What the predicted step consists of{others}.", _time(details)),
         Section("Candidates", _cloud_words(details), _parts(candidates)),
         Section("Memory", "What is in the memory of a device during one step.", memory_parts(details)),
@@ -86,6 +86,12 @@ def _choice(details: Mapping[str, Any]) -> str:
     return f"{choice[0].upper()}{choice[1:]}." if choice else "This plan was given, not searched for."
 
 
+def _first_lines(details: Mapping[str, Any]) -> str:
+    """The figures of the plan, and how it was chosen. JSON of earlier versions has no figures."""
+    line = details.get("headline") or ""
+    return f"{line}. {_choice(details)}" if line else _choice(details)
+
+
 def _summary(details: Mapping[str, Any]) -> list[Part]:
     best, batch = details["best"], details.get("global_batch")
     device_bytes = (details.get("device_bytes") or [best["memory_bytes"]])[0]
@@ -139,8 +145,9 @@ def _plan_tables(details: Mapping[str, Any]) -> list[Part]:
         )
         for number, (entry, size) in enumerate(zip(ranked, needed, strict=True))
     ]
+    rows += [_plain_row(entry, batch, ranked[0]["step_s"]) for entry in _plain_entries(details)]
     header = ("", "plan", "step", "samples/s", "memory of a device", "against the best")
-    tables: list[Part] = [Table(header, rows, "Ranked plans")]
+    tables: list[Part] = [Table(header, rows, "Ranked plans, and plain ones")]
     rejected = details.get("rejected_plans")
     if rejected is None:
         plans = [(Plan.model_validate(entry["plan"]).summary(), entry["reason"]) for entry in details["rejected"]]
@@ -149,6 +156,24 @@ def _plan_tables(details: Mapping[str, Any]) -> list[Part]:
     if plans:
         tables.append(Table(("plan", "why it was rejected"), plans, "Rejected plans, the best of each kind"))
     return tables
+
+
+def _plain_entries(details: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The plain plans that are not ranked. JSON of earlier versions has none."""
+    ranked = [entry["plan"] for entry in details["ranked"]]
+    return [entry for entry in details.get("plain", ()) if "plan" in entry and entry["plan"] not in ranked]
+
+
+def _plain_row(entry: Mapping[str, Any], batch: int | None, best_s: float) -> tuple[Any, ...]:
+    step_s, size = entry["step_s"], entry["device_bytes"]
+    return (
+        "",
+        f"{entry['name']}: {entry['summary']}",
+        Cell(seconds_text(step_s), step_s),
+        Cell(speed_text(batch / step_s), batch / step_s) if batch else None,
+        Cell(bytes_text(size), size),
+        Cell(f"{step_s / best_s - 1:+.1%}", step_s),
+    )
 
 
 def _modules(details: Mapping[str, Any]) -> list[Part]:

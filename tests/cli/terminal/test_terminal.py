@@ -60,10 +60,12 @@ def test_in_a_pipe_a_sentence_is_a_line(report: Report) -> None:
 @pytest.mark.parametrize("columns", [80, 100])
 def test_the_columns_of_the_breakdown_add_up(report: Report, columns: int) -> None:
     lines = _shown(report, columns, terminal=False).splitlines()
-    header = next(number for number, line in enumerate(lines) if "samples/s" in line)
+    header = next(number for number, line in enumerate(lines) if "samples/s" in line and "compute" in line)
     end = lines.index("", header)
     rows = [shares for line in lines[header + 1 : end] if (shares := re.findall(r"(\d+)%", line))]
-    assert len(rows) == len(report[0].ranked)
+    ranked = [plan for plan, _ in report[0].ranked]
+    plain = [plan.priced.plan for plan in report[0].headline.plain if plan.priced is not None]
+    assert len(rows) == len(ranked) + sum(plan not in ranked for plan in plain)
     assert "start" in lines[header].split()
     assert all(sum(map(int, row)) == 100 for row in rows)
 

@@ -155,6 +155,18 @@ def test_details_are_json_from_which_the_same_page_is_made(tmp_path: Path) -> No
     )
 
 
+def test_plain_plans_are_rows_of_the_page_and_its_first_line_has_the_figures() -> None:
+    details = details_of_search()
+    first = plan_page(details).sections[0]
+    assert first.explanation.startswith(details["headline"])
+    ranked = [entry["plan"] for entry in details["ranked"]]
+    plain = [entry for entry in details["plain"] if entry["plan"] not in ranked]
+    assert plain
+    tables = [part for section in plan_page(details).sections for part in section.parts if isinstance(part, Table)]
+    cells = [str(row[1]) for table in tables for row in table.rows if len(row) > 1]
+    assert {f"{entry['name']}: {entry['summary']}" for entry in plain} <= set(cells)
+
+
 def test_what_plan_prints_as_json_gives_a_page_without_the_details(tmp_path: Path) -> None:
     printed = ("choice", "best", "ranked", "explanation", "rejected", "candidates")
     short = {name: details_of_search()[name] for name in printed} | {"seconds": 1.0}
