@@ -19,6 +19,7 @@ from tests.forking.environment import IS_WORKER, set_variables
 from tests.forking.forked import spawn_by_forking
 from tests.forking.leftovers import adopt_orphans, leaving_nothing
 from tests.ranks import RankPool, enable_onednn, ranks
+from tests.selection.costs import Costs
 from tests.selection.groups import GROUPS, cover_table, tests_of_group
 from validation.speed.step_digest import table_state
 
@@ -121,7 +122,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--group", choices=GROUPS, help="run only the tests of one target of the Makefile (tests/selection/groups.py)"
     )
+    parser.addoption("--costs", type=int, metavar="N", help="print what tests cost, and the N most expensive ones")
     parser.addoption("--shard", metavar="I/N", help="run the I-th of N parts: of each matrix of tests every N-th case")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (rows := config.getoption("--costs")) is not None:
+        config.pluginmanager.register(Costs(rows))
 
 
 @pytest.hookimpl(trylast=True)
