@@ -27,7 +27,7 @@ from meshwright.launch import environment
 from meshwright.launch.failure import UNFINISHED
 from meshwright.launch.local import fork_server
 from meshwright.launch.local.fork_server import ForkedRank, ForkServer
-from tests.forking.environment import REPOSITORY
+from tests.forking.environment import AT_START, REPOSITORY
 
 _RANK_0_OF_1 = {"RANK": "0", "WORLD_SIZE": "1"}  # a fork server starts ranks; the forked process removes these again
 _IMPORTED = "tests.forking.imported"
@@ -105,9 +105,11 @@ def _exit(code: int) -> NoReturn:
 def spawn_by_forking(module: str) -> "fork_server._ServerEnd":
     """Stands for `fork_server._spawn`, which starts a Python process that imports torch."""
     if module == _IMPORTED:
-        # torch reads the number of threads when it is imported. A test may have changed the working folder.
-        path = environment.python_path_with(REPOSITORY)
-        with environment.environment_variables({"OMP_NUM_THREADS": "1", "PYTHONPATH": path}):
+        # torch reads the number of threads when it is imported. A test may have changed the working folder, and the
+        # cache folder, in which C files are compiled.
+        path, cache_folder = environment.python_path_with(REPOSITORY), AT_START["XDG_CACHE_HOME"]
+        variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "XDG_CACHE_HOME": cache_folder}
+        with environment.environment_variables(variables):
             return _spawn(module)
     if not module.startswith(("meshwright.", "tests.", "validation.")):
         return _spawn(module)

@@ -165,7 +165,7 @@ def test_equal_machines_get_the_plans_of_equal_machines(name: str) -> None:
     (node,) = whole.nodes
     parts = [node.model_copy(update={"number": 1})] * node.number
     divided = whole.model_copy(update={"nodes": tuple(parts)})
-    first, second = (search_plans(cluster, small_decoder(), 64)[1] for cluster in (whole, divided))
+    first, second = (search_plans(cluster, small_decoder(2, 256), 64)[1] for cluster in (whole, divided))
     assert [(p.plan, p.prediction) for p in first.ranked] == [(p.plan, p.prediction) for p in second.ranked]
     assert not any(priced.prediction.groups or priced.plan.shares.samples for priced in first.simulated)
 

@@ -1,6 +1,6 @@
 """The refusal of an unequal plan names the first operator whose values differ, with its module and line."""
 
-import inspect
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ class Middle(nn.Module):
 
 def _number() -> float:
     """0.5 while ranks train, and 0 while one device computes."""
-    return 0.5 * any(frame.function == "record" for frame in inspect.stack(0))
+    return 0.5 * any(frame.f_code.co_name == "record" for frame, _ in traceback.walk_stack(None))
 
 
 class Model(nn.Module):
@@ -66,7 +66,7 @@ def refusal(rank: int, size: int, plan: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     "plan",
     [
-        {"axes": {"context": 2}},
+        pytest.param({"axes": {"context": 2}}, marks=pytest.mark.soak),  # the fourth one has more
         {"axes": {"tensor": 2}},
         {"axes": {"tensor": 2}, "modules": {"sequence": True}},
         {"axes": {"context": 2}, "memory": {"recompute": "full", "accumulation": 2}},
