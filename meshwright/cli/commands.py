@@ -32,6 +32,7 @@ from meshwright.cli.options import (
     path_option,
 )
 from meshwright.cli.plan import plan
+from meshwright.cli.questions.ask import ask
 from meshwright.cli.questions.explain import explain
 from meshwright.cli.ready_jobs import job_title, ready_jobs
 from meshwright.cli.report import report
@@ -56,6 +57,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.add_typer(ask, name="ask")
 app.add_typer(bench, name="bench")
 app.add_typer(data, name="data")
 

@@ -19,25 +19,11 @@ from meshwright.cli.options import (
     path_option,
 )
 from meshwright.cli.plan_problem import PlanProblem, PlanRequest, SampleSizes, load_problem, rare_collection
-from meshwright.cli.questions.options import (
-    Avoid,
-    Batch,
-    Budget,
-    Clusters,
-    Deadline,
-    Epochs,
-    ExplainPlans,
-    Fix,
-    For,
-    MaxMemory,
-    Precision,
-    Price,
-    Sweep,
-    WhatIf,
-    plan_settings,
-    read_constraints,
-)
-from meshwright.cli.questions.plan_questions import PlanQuestion, ask, print_answer
+from meshwright.cli.questions import options as moved
+from meshwright.cli.questions.ask import Asked, print_answer_to
+from meshwright.cli.questions.moved import check_moved, say_where
+from meshwright.cli.questions.options import Avoid, Fix, MaxMemory, Precision, plan_settings, read_constraints
+from meshwright.cli.questions.plan_questions import PlanQuestion
 from meshwright.cli.ready_jobs import complete_job_or_model
 from meshwright.cli.text import console
 from meshwright.errors import InputError
@@ -90,16 +76,18 @@ def plan(
     avoid: Avoid = None,
     max_memory: MaxMemory = None,
     precision: Precision = None,
-    batch: Batch = None,
-    sweep: Sweep = None,
-    what_if: WhatIf = None,
-    goal: For = None,
-    deadline: Deadline = None,
-    budget: Budget = None,
-    epochs: Epochs = None,
-    clusters: Clusters = None,
-    price: Price = None,
-    explain: ExplainPlans = None,
+    batch: moved.MovedBatch = None,
+    sweep: moved.MovedSweep = None,
+    what_if: moved.MovedWhatIf = None,
+    goal: moved.MovedFor = None,
+    deadline: moved.MovedDeadline = None,
+    budget: moved.MovedBudget = None,
+    epochs: moved.MovedEpochs = None,
+    tokens: moved.MovedTokens = None,
+    samples: moved.MovedSamples = None,
+    clusters: moved.MovedClusters = None,
+    price: moved.MovedPrice = None,
+    explain: moved.MovedExplain = None,
     global_batch: GlobalBatch = None,
     sequence: SequenceLength = None,
     image: ImageSize = None,
@@ -111,35 +99,32 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest plan for a job on any cluster. The cluster need not exist: steps are predicted, not run. Prints
-    ranked plans, and why others were rejected. For a model, neither a job nor weights nor a network are needed."""
+    ranked plans, and why others were rejected. For a model, neither a job nor weights nor a network are needed.
+    `meshwright ask` answers questions about plans."""
     from meshwright.progress import phase
 
     for file, option in ((output, "--output"), (html, "--html"), (details, "--details")):
         if file:
             check_output(file, option)
     question = PlanQuestion(
-        batch, sweep, tuple(what_if or ()), goal, deadline, budget, epochs, clusters, price, explain
+        *(batch, sweep, tuple(what_if or ()), goal, deadline, budget, epochs, clusters, price, explain, tokens, samples)
     )
-    for_one_plan = {"--plan": plan, "--output": output, "--details": details, "--full": full}
-    given = next((name for name, value in for_one_plan.items() if value), None)
-    if (is_question := question.is_asked()) and given:
-        raise InputError(f"{given} is for one plan: leave it out of a question; --html draws the answer")
-    job_settings, fixed_settings = plan_settings(settings or [])
-    constraints = read_constraints([*fixed_settings, *(fix or [])], avoid or [], max_memory, precision)
+    sizes, constraints = SampleSizes(global_batch, sequence, image), (fix, avoid, max_memory, precision)
+    if check_moved(question):
+        for_one_plan = {"--plan": plan, "--output": output, "--details": details, "--full": full}
+        if given := next((name for name, value in for_one_plan.items() if value), None):
+            raise InputError(f"{given} is for one plan: leave it out of a question; --html draws the answer")
+        print_answer_to(question, Asked(job, cluster, settings or [], constraints, sizes, exact, html, as_json))
+        say_where(question, job)
+        return
+    job_settings, fixed = plan_settings(settings or [])
+    kept = read_constraints([*fixed, *(fix or [])], avoid or [], max_memory, precision)
     with rare_collection():
         with phase("importing PyTorch"):
             import meshwright.auto.choose  # noqa: F401
         begin = perf_counter()
-        question.check_values(cluster)
-        machines = question.read_clusters()[0] if question.goal else cluster
-        sizes = SampleSizes(global_batch, sequence, image)
-        problem = load_problem(PlanRequest(job, job_settings, sizes, constraints, machines, plan, exact, top))
-        if is_question:
-            with phase("answering the question"):
-                answer = ask(question, problem)
-            print_answer(answer, html, problem.request.title, round(perf_counter() - begin, 3), as_json)
-        else:
-            _find_plans(problem, begin, _Output(output, html, details, full, as_json))
+        problem = load_problem(PlanRequest(job, job_settings, sizes, kept, cluster, plan, exact, top))
+        _find_plans(problem, begin, _Output(output, html, details, full, as_json))
 
 
 def _find_plans(problem: PlanProblem, begin: float, output: _Output) -> None:

@@ -150,7 +150,7 @@ def _job_with_sequence(request: PlanRequest, job: "Job", tokens: int) -> "Job":
     names = [name for name, call in sections.items() if call is not None and "sequence" in call.model_dump()]
     if "data.train" not in names:
         raise InputError(
-            f"--sweep sequence={tokens}: the job's data.train has no keyword 'sequence' that could be varied: use a"
+            f"sweep sequence={tokens}: the job's data.train has no keyword 'sequence' that could be varied: use a"
             " model such as hf:llama, or run plan once for each job"
         )
     names += ["model"] if takes(job.model, "sequence") else []

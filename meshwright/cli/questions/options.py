@@ -1,7 +1,7 @@
-"""The options of `meshwright plan` that constrain plans, and those that ask questions about them."""
+"""The options of `meshwright plan` and `meshwright ask` that constrain plans, and those of questions about them."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,57 +31,53 @@ Precision = Annotated[
     str | None,
     typer.Option("--precision", metavar="DTYPE", help="Only plans in this precision: --fix numerics.precision=DTYPE."),
 ]
-Batch = Annotated[
-    str | None,
-    typer.Option("--batch", metavar="max", help="max: the largest batch that fits under each plan, and its speed."),
-]
-Sweep = Annotated[
-    str | None,
-    typer.Option(
-        "--sweep",
-        metavar="WHAT=VALUES",
-        help="The best plan for each of several devices, nodes, link, gpu, batch or sequence: devices=8..1024,"
-        " link=200G,400G.",
-    ),
-]
 WhatIf = Annotated[
     list[str] | None,
     typer.Option(
-        "--what-if", metavar="CHANGE", help="With --sweep: also with link=2x, within=2x, compute=2x or memory=141GB."
+        "--what-if", metavar="CHANGE", help="Also with link=2x, within=2x, compute=2x or memory=141GB; may be repeated."
     ),
 ]
-For = Annotated[
-    str | None,
-    typer.Option("--for", metavar="time|cost|devices", help="Which of --clusters is fastest, cheapest or smallest."),
-]
-Deadline = Annotated[
-    str | None, typer.Option("--deadline", metavar="TIME", help="With --for: the run may take 3d, 12h or 90min.")
-]
-Budget = Annotated[
-    float | None, typer.Option("--budget", min=0, metavar="N", help="With --for: what the run may cost.")
-]
+Deadline = Annotated[str | None, typer.Option("--deadline", metavar="TIME", help="The run may take 3d, 12h or 90min.")]
+Budget = Annotated[float | None, typer.Option("--budget", min=0, metavar="N", help="What the run may cost.")]
 Epochs = Annotated[
     int | None,
-    typer.Option(
-        "--epochs", min=1, max=LARGEST_COUNT, metavar="N", help="With --for: how long to train; by default the job's."
-    ),
+    typer.Option("--epochs", min=1, max=LARGEST_COUNT, metavar="N", help="How long to train; by default the job's."),
 ]
+Tokens = Annotated[
+    str | None, typer.Option("--tokens", metavar="N", help="How long to train, in tokens: 1B, 1.5T, 300M.")
+]
+Samples = Annotated[str | None, typer.Option("--samples", metavar="N", help="How long to train, in samples: 10M.")]
 Clusters = Annotated[
     str | None,
     typer.Option(
         "--clusters",
         metavar="LIST|FILE",
-        help="With --for: clusters and prices of an hour, 8xH100=24,2x8xH100=48, or a YAML file of them.",
+        help="Clusters to choose from, with prices of an hour: 8xH100=24,2x8xH100=48, or a YAML file of them.",
     ),
 ]
 Price = Annotated[
-    float | None,
-    typer.Option("--price", min=0, metavar="N", help="With --sweep: the price of a device and hour, for costs."),
+    float | None, typer.Option("--price", min=0, metavar="N", help="The price of a device and hour, for costs.")
 ]
-ExplainPlans = Annotated[
-    tuple[Path, Path] | None,
-    typer.Option("--explain", metavar="FILE_A FILE_B", help="Why one of two plans is faster, term by term."),
-]
+
+
+def _moved(name: str, kind: Any, **options: Any) -> Any:
+    """The type of an option of `meshwright plan` that has become a command of `meshwright ask`. It is not in the
+    help."""
+    return Annotated[kind, typer.Option(name, hidden=True, **options)]
+
+
+MovedBatch = _moved("--batch", str | None)
+MovedSweep = _moved("--sweep", str | None)
+MovedWhatIf = _moved("--what-if", list[str] | None)
+MovedFor = _moved("--for", str | None)
+MovedDeadline = _moved("--deadline", str | None)
+MovedBudget = _moved("--budget", float | None, min=0)
+MovedEpochs = _moved("--epochs", int | None, min=1, max=LARGEST_COUNT)
+MovedTokens = _moved("--tokens", str | None)
+MovedSamples = _moved("--samples", str | None)
+MovedClusters = _moved("--clusters", str | None)
+MovedPrice = _moved("--price", float | None, min=0)
+MovedExplain = _moved("--explain", tuple[Path, Path] | None)
 _OF_PLAN = "plan."
 
 

@@ -1,4 +1,4 @@
-"""Questions that options of `meshwright plan` ask: reads them, has them answered, and prints and draws the answer."""
+"""The questions of `meshwright ask`: reads them, has them answered, and prints and draws the answer."""
 
 import json
 from dataclasses import dataclass
@@ -11,7 +11,6 @@ from meshwright.errors import InputError
 
 if TYPE_CHECKING:
     from meshwright.cluster.cluster import Cluster
-    from meshwright.job import Job
     from meshwright.planner.inputs import PlanningInputs
     from meshwright.planner.profiles import Profiles
     from meshwright.planner.questions.answer import Answer
@@ -21,7 +20,13 @@ _GOALS = ("time", "cost", "devices")
 
 @dataclass(frozen=True)
 class PlanQuestion:
-    """The options of one question. At most one of `batch`, `sweep`, `goal` and `plans` is not None."""
+    """The words of one question. Exactly one of `batch`, `sweep`, `goal`, `plans` and `changes` is set.
+
+    what_if   with a sweep: also the same with these changes of the cluster
+    changes   the question is what these changes of the cluster would do to one plan
+    tokens, samples, epochs   how long the run of a goal is; None: as long as the job's
+    price     the price of a device and hour
+    """
 
     batch: str | None = None
     sweep: str | None = None
@@ -33,62 +38,68 @@ class PlanQuestion:
     clusters: str | None = None
     price: float | None = None
     plans: tuple[Path, Path] | None = None
+    tokens: str | None = None
+    samples: str | None = None
+    changes: tuple[str, ...] = ()
 
-    def is_asked(self) -> bool:
-        """Whether there is a question. Raises an `InputError` if options do not fit together."""
-        asked = {"--batch": self.batch, "--sweep": self.sweep, "--for": self.goal, "--explain": self.plans}
-        names = [name for name, value in asked.items() if value is not None]
-        if len(names) > 1:
-            raise InputError(f"{names[0]} and {names[1]} are two questions: ask one after the other")
-        needed = {
-            "--what-if": ("--sweep", self.what_if or None),
-            "--price": ("--sweep", self.price),
-            "--deadline": ("--for", self.deadline),
-            "--budget": ("--for", self.budget),
-            "--epochs": ("--for", self.epochs),
-            "--clusters": ("--for", self.clusters),
-        }
-        for name, (other, value) in needed.items():
-            if value is not None and other not in names:
-                raise InputError(f"{name} belongs to {other}: add {other}, or leave out {name}")
-        if self.batch is not None and self.batch != "max":
-            raise InputError(
-                f"--batch {self.batch}: write --batch max for the largest that fits; a batch is set with --set"
-                " train.global_batch=N, or with --global-batch N for a model"
-            )
-        if self.goal is not None and self.goal not in _GOALS:
-            raise InputError(f"--for {self.goal}: write time, cost or devices")
-        if self.goal is not None and self.clusters is None:
-            raise InputError(
-                "--for needs clusters to choose from: --clusters 8xH100=24,2x8xH100=48 (with prices of an hour)"
-            )
+    def check(self, cluster: str | None) -> None:
+        """Raises an `InputError` for words that cannot be read. `cluster` is that of the command."""
+        from meshwright.planner.questions.variations import read_sweep
+
         for name, number in (("--price", self.price), ("--budget", self.budget)):
             if number is not None and not 0 < number < 1e15:
                 raise InputError(f"{name} {number}: write a number above 0")
-        return bool(names)
-
-    def check_values(self, cluster: str | None) -> None:
-        """Raises an `InputError` for a sweep, clusters or a time that cannot be read. `cluster` is that of the
-        command."""
-        from meshwright.planner.questions.variations import read_sweep
-
         if self.sweep is not None and read_sweep(self.sweep)[0] == "gpu" and self.price is not None:
             raise InputError(
-                f"--price {self.price:g} is that of one kind of device, and --sweep {self.sweep} has several: compare"
-                " them with --for cost and --clusters"
+                f"--price {self.price:g} is that of one kind of device, and sweep {self.sweep} has several: compare"
+                " them with meshwright ask for JOB cost --clusters"
             )
         if self.goal is not None:
-            if cluster is not None:
-                raise InputError(f"--cluster {cluster}: --for chooses among --clusters: leave out --cluster")
-            self.read_clusters()
-            self.deadline_s()
+            self._check_goal(cluster)
 
-    def read_clusters(self) -> "list[Cluster]":
-        """The clusters that `--for` chooses from."""
+    def _check_goal(self, cluster: str | None) -> None:
+        if self.goal not in _GOALS:
+            raise InputError(f"the goal is '{self.goal}': write time, cost or devices")
+        lengths = {"--epochs": self.epochs, "--tokens": self.tokens, "--samples": self.samples}
+        given = [f"{name} {value}" for name, value in lengths.items() if value is not None]
+        if len(given) > 1:
+            raise InputError(f"{given[0]} and {given[1]} both say how long the run is: leave out one")
+        self.length()
+        if self.clusters is None and cluster is None:
+            raise InputError(
+                "there is no cluster to choose: write --cluster 8xH100, or several with prices of an hour:"
+                " --clusters 8xH100=24,2x8xH100=48"
+            )
+        if self.clusters is not None:
+            if cluster is not None:
+                raise InputError(f"--cluster {cluster}: this question chooses among --clusters: leave out one of them")
+            if self.price is not None:
+                raise InputError(f"--price {self.price:g} is for --cluster: --clusters has prices, 8xH100=24")
+        self.read_clusters(cluster)
+        self.deadline_s()
+
+    def length(self) -> tuple[str, int] | None:
+        """What `--tokens` or `--samples` say: which of the two, and how many. None without them."""
+        from meshwright.plan_fields.quantities import read_count
+
+        for name, text in (("tokens", self.tokens), ("samples", self.samples)):
+            if text is not None:
+                return name, read_count(text, f"--{name}")
+        return None
+
+    def read_clusters(self, cluster: str | None = None) -> "list[Cluster]":
+        """The clusters that a goal chooses from. `cluster` is the only one if there is no list."""
+        from meshwright.calibrate.probe import measure_machine
+        from meshwright.cluster.detect import find_cluster
         from meshwright.planner.questions.goals import read_clusters
 
-        assert self.clusters is not None
-        return read_clusters(self.clusters)
+        if self.clusters is not None:
+            return read_clusters(self.clusters)
+        assert cluster is not None
+        found = find_cluster(cluster, measure_machine)
+        if self.price is None:
+            return [found]
+        return [found.model_copy(update={"price_per_hour": self.price * found.device_count})]
 
     def deadline_s(self) -> float | None:
         from meshwright.planner.questions.goals import read_duration
@@ -96,13 +107,17 @@ class PlanQuestion:
         return None if self.deadline is None else read_duration(self.deadline, "--deadline")
 
 
-def ask(question: PlanQuestion, problem: PlanProblem) -> "Answer":
+def answer_question(question: PlanQuestion, problem: PlanProblem) -> "Answer":
     """Returns the answer."""
     inputs, profiles = problem.inputs, problem.profiles
     if question.sweep is not None:
         return _sweep(question, problem)
     if question.goal is not None:
         return _best_cluster(question, problem)
+    if question.changes:
+        from meshwright.planner.questions.what_if import what_if
+
+        return what_if(question.changes, inputs, profiles)
     if question.plans is not None:
         from meshwright.job import load_plan
         from meshwright.planner.measured_search import with_measured_operators
@@ -134,22 +149,37 @@ def _sweep(question: PlanQuestion, problem: PlanProblem) -> "Answer":
 
 
 def _best_cluster(question: PlanQuestion, problem: PlanProblem) -> "Answer":
+    from meshwright.planner.explanation.units import count
     from meshwright.planner.questions.goals import Goal, Limits, best_cluster
 
-    limits = Limits(question.deadline_s(), question.budget)
+    limits, length = Limits(question.deadline_s(), question.budget), question.length()
     return best_cluster(
         cast(Goal, question.goal),
-        question.read_clusters(),
-        _steps(question.epochs, problem.job, problem.inputs),
+        question.read_clusters() if question.clusters is not None else [problem.inputs.cluster],
+        _steps(question, problem),
         limits,
         problem.inputs,
         problem.profiles,
         problem.on_cluster,
+        f"{count(length[1])} {length[0]}" if length is not None else None,
     )
 
 
-def _steps(epochs: int | None, job: "Job", inputs: "PlanningInputs") -> int:
+def _steps(question: PlanQuestion, problem: PlanProblem) -> int:
     """The number of steps of the run."""
+    from meshwright.planner.explanation.headline import tokens_per_sample
+
+    inputs, job, epochs = problem.inputs, problem.job, question.epochs
+    length = question.length()
+    if length is not None:
+        name, number = length
+        profile = problem.profiles.get(inputs.precisions_to_try()[0], "none")
+        per_sample = tokens_per_sample(profile) if name == "tokens" else 1
+        if not per_sample:
+            raise InputError(
+                f"--tokens {question.tokens}: the samples of this model have no tokens: write --samples N or --epochs N"
+            )
+        return -(-number // (per_sample * inputs.global_batch))
     wanted = epochs or job.train.epochs
     in_epochs = None
     if wanted is not None and inputs.epoch_samples is not None:
@@ -157,12 +187,13 @@ def _steps(epochs: int | None, job: "Job", inputs: "PlanningInputs") -> int:
     if epochs is not None and in_epochs is None:
         raise InputError(
             f"--epochs {epochs}: the length of an epoch is not known, because the job's data are not here: set"
-            " data.root, or set train.steps instead"
+            " data.root, or write --tokens 1B or --samples 1M"
         )
     options = [steps for steps in (in_epochs, job.train.steps if epochs is None else None) if steps is not None]
     if not options:
         raise InputError(
-            "--for needs the length of the run: the data are not here, so set train.steps with --set train.steps=N"
+            "the length of the run is not known, because the job's data are not here: write --tokens 1B, --samples 1M"
+            " or --set train.steps=N"
         )
     return min(options)
 

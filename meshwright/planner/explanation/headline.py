@@ -14,6 +14,7 @@ from meshwright.planner.explanation.plain import PlainPlan
 from meshwright.planner.explanation.units import count, gib, plain_number
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
+from meshwright.profile.values import ModelProfile
 from meshwright.simulator.compute.passes import product_dtype
 from meshwright.simulator.predict import Prediction
 
@@ -63,8 +64,7 @@ def headline(
     """Returns the first line about a plan. `plain` are the plans that it is compared with."""
     profile = profiles.get(plan.numerics.precision, "none")
     samples_per_s = inputs.global_batch / prediction.step_s
-    sequences = profile.structure.sequences if profile.structure is not None else ()
-    tokens = max((sequence.length for sequence in sequences), default=0)
+    tokens = tokens_per_sample(profile)
     rate = _rate(plan.numerics.precision, inputs)
     flops_per_s = profile.flops(inputs.global_batch) / prediction.step_s
     device = prediction.fullest_device or inputs.device
@@ -79,6 +79,12 @@ def headline(
         device.memory_bytes,
         tuple(plain),
     )
+
+
+def tokens_per_sample(profile: ModelProfile) -> int:
+    """The tokens of a sample; 0 for models without sequences."""
+    sequences = profile.structure.sequences if profile.structure is not None else ()
+    return max((sequence.length for sequence in sequences), default=0)
 
 
 def _rate(precision: str, inputs: PlanningInputs) -> float:

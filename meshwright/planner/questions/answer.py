@@ -181,7 +181,7 @@ def plan_point(label: str, inputs: PlanningInputs, profiles: Profiles) -> Planne
 
 
 def plan_changed_point(point: PlannedPoint, change: str, profiles: Profiles) -> PlannedPoint:
-    """The same point on a cluster with the change, as `--what-if` writes it. An improvement makes no step longer. The
+    """The same point on a cluster with the change, as `what-if` writes it. An improvement makes no step longer. The
     search may say so, because it prefers simple plans that are slower within the error of predictions. The plan of the
     point is then the answer, at most with the step that it had without the change: plans with a pipeline, or with both
     replicas and shards, can be predicted to take longer on faster devices (docs/questions.md)."""

@@ -1,4 +1,4 @@
-"""`plan --explain A B`: why one plan is faster than another, term by term of the step and of the memory."""
+"""`ask explain A B`: why one plan is faster than another, term by term of the step and of the memory."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""`plan --for time|cost|devices`: the fastest, cheapest or smallest cluster of a list that trains the job within a
+"""`ask for JOB time|cost|devices`: the fastest, cheapest or smallest cluster of a list that trains the job within a
 deadline and a budget.
 
     time = steps × seconds of a step of the best plan on the cluster
@@ -93,8 +93,10 @@ def best_cluster(
     inputs: PlanningInputs,
     profiles: Profiles,
     inputs_on: InputsOn | None = None,
+    trained_on: str | None = None,
 ) -> Answer:
-    """Answers which of the clusters reaches the goal in a run of so many steps."""
+    """Answers which of the clusters reaches the goal in a run of so many steps. `trained_on` says what these are, such
+    as `1 billion tokens`."""
     if goal not in GOALS:
         raise InputError(f"the goal is '{goal}': write time, cost or devices")
     if steps < 1:
@@ -103,8 +105,9 @@ def best_cluster(
         for cluster in clusters:
             if cluster.price_per_hour is None:
                 raise InputError(
-                    f"'{cluster.name}' has no price, which --for cost and --budget need: write --clusters"
-                    f" {cluster.name}=PRICE_PER_HOUR, or price_per_hour in its YAML file"
+                    f"'{cluster.name}' has no price, which the goal cost and --budget need: write --clusters"
+                    f" {cluster.name}=PRICE_PER_HOUR, --price with that of a device and hour, or price_per_hour in its"
+                    " YAML file"
                 )
     points = [
         plan_point(cluster.name, *inputs_on_cluster(cluster, inputs, profiles, inputs_on)) for cluster in clusters
@@ -129,7 +132,7 @@ def best_cluster(
         "goal",
         columns,
         table,
-        (_sentence(goal, best, rows, limits, steps), *estimates(points)),
+        (_sentence(goal, best, rows, limits, steps, trained_on), *estimates(points)),
         {"goal": goal, "steps": steps, "best": best[1] if best else None, "rows": rows},
     )
 
@@ -160,10 +163,12 @@ def _sentence(
     rows: Sequence[Mapping[str, Any]],
     limits: Limits,
     steps: int,
+    trained_on: str | None,
 ) -> str:
     wanted = [f"within {duration(limits.deadline_s)}"] if limits.deadline_s is not None else []
     wanted += [f"for at most {plain_number(limits.budget)}"] if limits.budget is not None else []
     words = " and ".join(wanted)
+    trained = f"{steps:,} steps" if trained_on is None else f"{trained_on} ({steps:,} steps)"
     if best is None:
         planned = [row for row in rows if row["run_s"] is not None]
         fastest = min(planned, key=lambda row: row["run_s"], default=None)
@@ -172,11 +177,15 @@ def _sentence(
         if cheapest and limits.budget is not None:
             near.append(f"the cheapest, {cheapest['cluster']}, costs {plain_number(cheapest['run_cost'])}")
         others = f": {', and '.join(near)}" if near else ", because no plan fits on any of them"
-        return f"None of the {len(rows)} clusters trains {steps:,} steps{f' {words}' if words else ''}{others}."
+        return f"None of the {len(rows)} clusters trains {trained}{f' {words}' if words else ''}{others}."
+    if len(rows) == 1:
+        row, is_priced = best[1], best[1]["run_cost"] is not None
+        cost = f" and costs {plain_number(row['run_cost'])}" if is_priced else ""
+        return f"Training {trained} on {row['cluster']} takes {duration(row['run_s'])}{cost}, with {row['summary']}."
     superlative = {"time": "fastest", "cost": "cheapest", "devices": "smallest"}[goal]
     row = best[1]
     price = f" and costs {plain_number(row['run_cost'])}" if row["run_cost"] is not None else ""
     return (
-        f"The {superlative} cluster that trains {steps:,} steps{f' {words}' if words else ''} is {row['cluster']}: it"
+        f"The {superlative} cluster that trains {trained}{f' {words}' if words else ''} is {row['cluster']}: it"
         f" takes {duration(row['run_s'])}{price}, with {row['summary']}."
     )

@@ -1,4 +1,4 @@
-"""`plan --batch max`: the largest batch that fits under each plan without further microbatches, and which plan trains
+"""`ask batch`: the largest batch that fits under each plan without further microbatches, and which plan trains
 most samples per second with it.
 
     batch     = data ranks × microbatches of the plan × samples of a microbatch

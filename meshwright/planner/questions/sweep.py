@@ -1,4 +1,4 @@
-"""`plan --sweep`: the best plan for each of several numbers of devices, machines, links, GPUs, batches or sequences.
+"""`ask sweep`: the best plan for each of several numbers of devices, machines, links, GPUs, batches or sequences.
 
 speed         samples per second
 efficiency    speed of a device, as a share of that at the first point that has a plan
@@ -188,7 +188,7 @@ def _grown_term(before: PlannedPoint, after: PlannedPoint) -> str:
     if lost <= 0:
         return ""
     change = _CHANGES.get(name, "link=2x")
-    advice = f"--what-if {change} says what a change would do" if change else _LARGER_BATCH
+    advice = f"meshwright ask what-if JOB {change} says what that would change" if change else _LARGER_BATCH
     return (
         f"What keeps it from scaling most is {term_words(after.best.plan, name)}: {seconds(terms[name])} of a step,"
         f" {seconds(lost)} more than if it had shrunk with the number of devices. {advice}."

@@ -1,4 +1,4 @@
-"""What a sweep varies, and what `--what-if` changes of a cluster.
+"""What a sweep varies, and what `what-if` changes of a cluster.
 
 devices=8..1024     powers of two; 8..64:8 in steps of 8; 8,24,64 as listed. More than a machine has: whole machines
 nodes=1..16         machines
@@ -31,13 +31,13 @@ def read_sweep(word: str) -> tuple[str, list[str]]:
     """Returns what `devices=8..1024` varies, and the values."""
     name, equals, text = word.partition("=")
     if not equals or (name in SWEEPS and not text):
-        raise InputError(f"--sweep {word}: there are no values: write --sweep devices=8..1024")
+        raise InputError(f"sweep {word}: there are no values: write devices=8..1024")
     if name not in SWEEPS:
-        raise InputError(f"--sweep {word}: '{name}' cannot be varied{did_you_mean(name, SWEEPS)}")
+        raise InputError(f"sweep {word}: '{name}' cannot be varied{did_you_mean(name, SWEEPS)}")
     values = [value for part in text.split(",") for value in _values(name, part.strip(), word)]
     values = list(dict.fromkeys(values))
     if len(values) > MOST_POINTS:
-        raise InputError(f"--sweep {word} has more than {MOST_POINTS} values, each of which is a search: write fewer")
+        raise InputError(f"sweep {word} has more than {MOST_POINTS} values, each of which is a search: write fewer")
     return name, values
 
 
@@ -45,17 +45,17 @@ def _values(name: str, part: str, word: str) -> Iterator[str]:
     first, dots, rest = part.partition("..")
     if not dots:
         if not part or (name in _MOST and not _is_count(part)):
-            raise InputError(f"--sweep {word}: '{part}' is no number above 0: write 8..1024, or 8,16,32")
+            raise InputError(f"sweep {word}: '{part}' is no number above 0: write 8..1024, or 8,16,32")
         yield _checked(name, part, word)
         return
     last, colon, step = rest.partition(":")
     numbers = [first, last, *([step] if colon else [])]
     if name not in _MOST or not all(map(_is_count, numbers)):
-        raise InputError(f"--sweep {word}: '{part}' is no range of {name}: write 8..1024, or 8..64:8 for steps of 8")
+        raise InputError(f"sweep {word}: '{part}' is no range of {name}: write 8..1024, or 8..64:8 for steps of 8")
     _checked(name, last, word)
     value = int(first)
     if value > int(last):
-        raise InputError(f"--sweep {word}: {first} is larger than {last}: write the smaller number first")
+        raise InputError(f"sweep {word}: {first} is larger than {last}: write the smaller number first")
     count = 0
     while value <= int(last) and count <= MOST_POINTS:
         yield str(value)
@@ -72,7 +72,7 @@ def _checked(name: str, text: str, word: str) -> str:
     if name not in _MOST:
         return text
     if int(text) > _MOST[name]:
-        raise InputError(f"--sweep {word}: {name} is {text}: at most {_MOST[name]:,}")
+        raise InputError(f"sweep {word}: {name} is {text}: at most {_MOST[name]:,}")
     return str(int(text))
 
 
@@ -106,7 +106,7 @@ def with_devices(cluster: Cluster, devices: int) -> Cluster:
         return _part_of_node(cluster, node, devices)
     if devices % node.count:
         raise InputError(
-            f"--sweep devices: {devices} devices are no whole machines of {node.count} {node.device.name}: choose"
+            f"sweep devices: {devices} devices are no whole machines of {node.count} {node.device.name}: choose"
             f" multiples of {node.count}"
         )
     return with_nodes(cluster, devices // node.count)
@@ -123,12 +123,10 @@ def _part_of_node(cluster: Cluster, node: Node, devices: int) -> Cluster:
 def with_nodes(cluster: Cluster, nodes: int) -> Cluster:
     node = _only_node(cluster, f"nodes={nodes}")
     if nodes * node.count > MOST_DEVICES:
-        raise InputError(
-            f"--sweep nodes: {nodes} machines have {nodes * node.count:,} devices: at most {MOST_DEVICES:,}"
-        )
+        raise InputError(f"sweep nodes: {nodes} machines have {nodes * node.count:,} devices: at most {MOST_DEVICES:,}")
     if nodes > 1 and cluster.link is None:
         raise InputError(
-            f"--sweep nodes: '{cluster.name}' has no network between machines: name a cluster such as 2x8xH100"
+            f"sweep nodes: '{cluster.name}' has no network between machines: name a cluster such as 2x8xH100"
         )
     name = f"{nodes}x{node.count}x{node.device.name}" if nodes > 1 else f"{node.count}x{node.device.name}"
     return cluster.model_copy(update={"nodes": (node.model_copy(update={"number": nodes}),), "name": name})
@@ -144,7 +142,7 @@ def with_link(cluster: Cluster, word: str) -> Cluster:
         return cluster.model_copy(update={"nodes": nodes, "name": f"{cluster.name}@{word}"})
     if sum(node.number for node in cluster.nodes) == 1:
         raise InputError(
-            f"--sweep link={word}: '{cluster.name}' is one machine, in which a network between machines changes"
+            f"sweep link={word}: '{cluster.name}' is one machine, in which a network between machines changes"
             " nothing: name a cluster such as 2x8xH100, or a link within machines such as NVLink4"
         )
     return cluster.model_copy(update={"link": link, "name": f"{cluster.name}@{word}"})
@@ -157,16 +155,16 @@ def with_gpu(cluster: Cluster, device: str) -> Cluster:
 
 
 def changed(cluster: Cluster, change: str) -> Cluster:
-    """The cluster as `--what-if` says: `link=2x`, `memory=141GB`."""
+    """The cluster as `what-if` says: `link=2x`, `memory=141GB`."""
     name, equals, text = change.partition("=")
     if name not in _CHANGES or not equals:
         raise InputError(
-            f"--what-if {change}: write what would be different, such as link=2x or memory=141GB"
+            f"what-if {change}: write what would be different, such as link=2x or memory=141GB"
             f"{did_you_mean(name, _CHANGES) if equals else ''}"
         )
     factor = _factor(text)
     if factor is None and name != "memory":
-        raise InputError(f"--what-if {change}: '{text}' is no factor: write {name}=2x")
+        raise InputError(f"what-if {change}: '{text}' is no factor: write {name}=2x")
     update: dict[str, object] = {"name": f"{cluster.name} with {change}"}
     if name == "link" and cluster.link is not None and sum(node.number for node in cluster.nodes) > 1:
         update["link"] = _faster(cluster.link, factor or 1.0)
@@ -177,7 +175,7 @@ def changed(cluster: Cluster, change: str) -> Cluster:
         if name in ("link", "within"):
             node = node.model_copy(update={"link": _faster(node.link, factor or 1.0)})
         elif name == "memory":
-            size = int(device.memory_bytes * factor) if factor else read_bytes(text, "--what-if memory")
+            size = int(device.memory_bytes * factor) if factor else read_bytes(text, "what-if memory")
             device = device.model_copy(update={"memory_bytes": size})
         else:
             device = _faster_device(device, factor or 1.0)
@@ -234,7 +232,7 @@ def _factor(text: str) -> float | None:
 def _only_node(cluster: Cluster, what: str) -> Node:
     if len(cluster.nodes) > 1:
         raise InputError(
-            f"--sweep {what}: the machines of '{cluster.name}' differ, and this does not say which of them to take:"
-            " sweep batch, sequence or link, or compare clusters (--for time --clusters NAME=PRICE,…)"
+            f"sweep {what}: the machines of '{cluster.name}' differ, and this does not say which of them to take:"
+            " sweep batch, sequence or link, or compare clusters (meshwright ask for JOB time --clusters NAME=PRICE,…)"
         )
     return cluster.nodes[0]

@@ -1,4 +1,4 @@
-"""The page of an answer: what `meshwright plan` says to a question, as a chart and a table."""
+"""The page of an answer: what `meshwright ask` says to a question, as a chart and a table."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,6 +12,7 @@ _TITLES = {
     "sweep": "How it scales",
     "largest_batch": "The largest batch",
     "goal": "Which cluster",
+    "what-if": "What would change",
     "difference": "Two plans",
     "bottleneck": "What limits the job",
     "slower_run": "Predicted and measured",
@@ -100,6 +101,14 @@ def _goal_charts(values: Mapping[str, Any]) -> Iterator[Chart]:
     yield Chart("Time of the run and its cost", figure(traces, axis("time", "hours"), axis(y, rangemode="tozero")))
 
 
+def _change_charts(values: Mapping[str, Any]) -> Iterator[Chart]:
+    rows = [row for row in values["rows"] if row["step_s"]]
+    if rows:
+        speeds, names = [row["samples_per_s"] for row in rows], [row["change"] for row in rows]
+        traces = [bars("samples per second", speeds, names, "%{y}: %{x:,.4g}", colour(0), horizontal=True)]
+        yield Chart("Samples per second", figure(traces, axis("samples per second"), axis("")), 260)
+
+
 def _difference_charts(values: Mapping[str, Any]) -> Iterator[Chart]:
     rows = values["rows"]
     traces = [
@@ -139,6 +148,7 @@ _CHARTS = {
     "sweep": _sweep_charts,
     "largest_batch": _batch_charts,
     "goal": _goal_charts,
+    "what-if": _change_charts,
     "difference": _difference_charts,
     "bottleneck": _bottleneck_charts,
     "slower_run": _run_charts,

@@ -7,6 +7,7 @@ import pytest
 from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError
 from meshwright.plan import Plan
+from meshwright.plan_fields.quantities import read_count
 from meshwright.planner.explanation.report import predict_given_plan
 from meshwright.planner.explanation.units import duration, plain_number
 from meshwright.planner.offload import search_with_offload
@@ -84,7 +85,7 @@ def test_what_a_sweep_varies(word: str, values: list[str]) -> None:
     ("word", "message"),
     [
         ("device=8..64", "'device' cannot be varied: did you mean 'devices'?"),
-        ("devices", "write --sweep devices=8..1024"),
+        ("devices", "write devices=8..1024"),
         ("devices=64..8", "64 is larger than 8"),
         ("devices=a..8", "no range of devices"),
         ("batch=0", "'0' is no number above 0"),
@@ -117,7 +118,7 @@ def test_clusters_are_varied_and_changed() -> None:
     with pytest.raises(InputError, match="12 devices are no whole machines of 8"):
         varied(inputs, "devices", "12")
     for wrong in ("link=fast", "speed=2x", "link"):
-        with pytest.raises(InputError, match="--what-if"):
+        with pytest.raises(InputError, match="what-if"):
             changed(inputs.cluster, wrong)
 
 
@@ -223,3 +224,28 @@ def test_devices_of_other_makers_are_planned_and_the_report_says_so(device: str)
     assert report.ranked[0][1].step_s > 0
     assert f"published rates and links of the {device}" in " ".join(report.explanation)
     assert "Nothing of Meshwright has been run on" in " ".join(report.explanation)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("1B", 10**9),
+        ("1.5T", 15 * 10**11),
+        ("300m", 3 * 10**8),
+        ("10 k", 10_000),
+        ("2 billion", 2 * 10**9),
+        ("1e9", 10**9),
+        ("1,000,000,000", 10**9),
+        ("1_000", 1000),
+        ("0.3B", 3 * 10**8),
+        (" 7 ", 7),
+    ],
+)
+def test_numbers_of_tokens_are_read_as_people_write_them(text: str, number: int) -> None:
+    assert read_count(text, "--tokens") == number
+
+
+@pytest.mark.parametrize("text", ["", "lots", "1Q", "-1B", "1,00", "1e", "1B2", "0", "1e99", "nan"])
+def test_numbers_of_tokens_that_cannot_be_read_are_refused(text: str) -> None:
+    with pytest.raises(InputError, match=r"^--tokens is '.*': write a number"):
+        read_count(text, "--tokens")

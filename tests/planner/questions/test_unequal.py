@@ -23,9 +23,7 @@ UNEQUAL = "2xA100-40GB+2xV100"
 
 @pytest.mark.parametrize(("name", "value"), [("devices", "2"), ("nodes", "2"), ("gpu", "H100")])
 def test_what_cannot_be_swept_on_unequal_machines(name: str, value: str) -> None:
-    with pytest.raises(
-        InputError, match=rf"^--sweep {name}={value}: the machines of '2xA100-40GB\+2xV100' differ, and"
-    ):
+    with pytest.raises(InputError, match=rf"^sweep {name}={value}: the machines of '2xA100-40GB\+2xV100' differ, and"):
         varied(inputs_of(UNEQUAL, 16), name, value)
 
 
