@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.soaked import all_but
 from validation.fuzz.command import distinct_rows, drawn_again, fuzz
 from validation.fuzz.draw import draw_case
 from validation.fuzz.fault_search import programs_until_found
@@ -26,7 +27,7 @@ from validation.fuzz.training.outcome import Outcome, Pools, outcome_of
 from validation.fuzz.training.plain import Invalid, Training, train
 
 CASES = sorted((Path(__file__).parents[2] / "validation/fuzz/cases").rglob("*.json"))
-SEED, PROGRAMS = 0, 14  # of the programs that run with every change
+SEED, PROGRAMS = 0, {"make test": range(8), "soak": range(8, 14)}
 SOAK_PARTS, SOAK_PROGRAMS = 11, 60
 
 
@@ -164,9 +165,10 @@ def test_a_program_that_plain_pytorch_cannot_run_does_not_count(tmp_path: Path) 
 # ---- in ranks
 
 
-def test_no_program_of_a_fixed_seed_is_trained_otherwise(pools: Pools) -> None:
+@pytest.mark.parametrize("programs", all_but({"make test"}, PROGRAMS))
+def test_no_program_of_a_fixed_seed_is_trained_otherwise(pools: Pools, programs: str) -> None:
     plans = [name for name, kind in PLANS.items() if kind.ranks == 2]
-    check(fuzz(SEED, range(PROGRAMS), plans, (), pools))
+    check(fuzz(SEED, PROGRAMS[programs], plans, (), pools))
 
 
 @pytest.mark.parametrize("file", CASES, ids=lambda file: file.stem)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.forking.forked import start
 from validation.speed.sweep import __main__ as program
 from validation.speed.sweep.__main__ import chosen_models, main
 from validation.speed.sweep.forms import BY_HAND, FORMS, OURS, build_by_hand
@@ -56,7 +57,8 @@ def test_two_tiny_models_are_measured_predicted_and_not_measured_again(tmp_path:
 
 
 def test_models_that_hang_crash_or_fail_are_rows_with_reasons(nothing_left: None) -> None:
-    printed = run("tests.validation.speed.sweep.failing")
+    printed, errors = start("tests.validation.speed.sweep.failing:main").communicate(timeout=240)
+    assert printed, errors
     results = json.loads(printed.splitlines()[-1])
     reasons = {
         name: {form: figures["failure"] for form, figures in forms.items()} for name, forms in results.items() if forms
