@@ -5,19 +5,23 @@ has ended."""
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from multiprocessing import parent_process
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C import _remove_worker_pids as remove_worker_pids
 from torch.utils.data import DataLoader, Dataset
 
 from meshwright.data.batch import LoadingOptions
 from meshwright.errors import MeshwrightError, RankError
 
 _WATCH_S = 0.5
+_TORCH_FIRST_S = 0.5  # torch's own time limit ends a wait before the thread that watches it
 _TIMEOUT = "DataLoader timed out"  # what torch's exception says
 
 
@@ -38,13 +42,14 @@ def load_items(dataset: Dataset[Any], loading: LoadingOptions, keys: Iterable[An
     )
     with _signals_blocked():
         iterator = iter(loader)
+    limited = nullcontext if loading.timeout_s is None else partial(_TimeLimit, iterator, loading)
     # A rank with a GPU reads its samples with one thread, as worker processes do: on machines on which waking a thread
     # takes milliseconds, several threads make the small operators of a data set slow.
     reading = _one_thread if loading.workers == 0 and loader.pin_memory else nullcontext
     try:
         while True:
             try:
-                with reading():
+                with reading(), limited():
                     data = next(iterator)
             except StopIteration:
                 return
@@ -52,7 +57,7 @@ def load_items(dataset: Dataset[Any], loading: LoadingOptions, keys: Iterable[An
                 if _TIMEOUT not in str(error):
                     raise
                 late = _late_worker(iterator, loading)
-                _terminate_workers(iterator)
+                _kill_workers(iterator)
                 raise late from None
             except MeshwrightError as error:
                 if loading.workers == 0:
@@ -62,29 +67,84 @@ def load_items(dataset: Dataset[Any], loading: LoadingOptions, keys: Iterable[An
             yield data
             del data  # frees the batch while waiting for the next one
     finally:
-        del iterator
+        del iterator, limited
 
 
 def _timeout(loading: LoadingOptions) -> dict[str, Any]:
     return {} if loading.timeout_s is None else {"timeout": loading.timeout_s}
 
 
+class _TimeLimit:
+    """A context in which the rank takes one batch. Torch limits how long the rank waits until a worker begins to hand a
+    batch over. If the worker stops in the middle of that, torch waits in a read that has no limit. A thread then kills
+    the workers, which ends the read with an exception, and the context raises the error that names the worker."""
+
+    def __init__(self, iterator: Any, loading: LoadingOptions) -> None:
+        self._iterator = iterator
+        self._loading = loading
+        self._changed = threading.Condition()
+        self._end: float | None = None  # when the time of the batch is over; None when it is there
+        self._late: RankError | None = None
+
+    def __enter__(self) -> None:
+        assert self._loading.timeout_s is not None
+        with self._changed:
+            self._end = time.monotonic() + self._loading.timeout_s + _TORCH_FIRST_S
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._changed:
+            self._end = None
+            self._changed.notify_all()
+            late = self._late
+        if late is not None and (kind is None or issubclass(kind, Exception)):
+            raise late from None
+
+    def _watch(self) -> None:
+        with self._changed:
+            while self._end is not None:
+                left_s = self._end - time.monotonic()
+                if left_s <= 0:
+                    self._late = _late_worker(self._iterator, self._loading)
+                    _kill_workers(self._iterator)
+                    if not hasattr(self._iterator, "_pin_memory_thread"):  # a thread of torch waits instead
+                        self._iterator._worker_result_queue._writer.close()  # the last writer: the read ends
+                    return
+                self._changed.wait(left_s)
+
+
 def _late_worker(iterator: Any, loading: LoadingOptions) -> RankError:
-    """Returns the error that names the worker whose turn it is. It does not name the process, so that the launcher sees
-    that the same worker is late at the same step again."""
-    number, *_ = iterator._task_info.get(iterator._rcvd_idx, (None,))
+    """Returns the error that names the worker that is stopped, or else the worker whose turn it is. It does not name
+    the process, so that the launcher sees that the same worker is late at the same step again."""
+    stopped = [number for number, worker in enumerate(iterator._workers) if _is_stopped(worker.pid)]
+    number, *_ = stopped or iterator._task_info.get(iterator._rcvd_idx, (None,))
     worker = f"worker {number}" if number is not None else "a worker"
+    cause = (
+        "a signal or a debugger has stopped it"
+        if stopped
+        else "it hangs in the data set's code or waits for the disk; raise data.timeout_s if its batches take that long"
+    )
     return RankError(
         f"{worker} of {loading.workers} that load data has not answered within {loading.timeout_s:g} s"
-        " (data.timeout_s): it hangs in the data set's code or waits for the disk; raise data.timeout_s if its batches"
-        " take that long"
+        f" (data.timeout_s): {cause}"
     )
 
 
-def _terminate_workers(iterator: Any) -> None:
-    """Ends the workers of a loader of which one hangs: torch would first wait 5 s for each of them to end by itself."""
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
+
+
+def _kill_workers(iterator: Any) -> None:
+    """Ends the workers of a loader of which one hangs: torch would first wait 5 s for each of them to end by itself,
+    and then send a signal that a stopped process does not receive. Torch must not report that they were killed."""
+    if iterator._worker_pids_set:
+        iterator._worker_pids_set = False
+        remove_worker_pids(id(iterator))
     for worker in iterator._workers:
-        worker.terminate()
+        worker.kill()
 
 
 @contextmanager

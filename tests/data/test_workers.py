@@ -5,10 +5,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing import connection, reduction
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import Dataset
 
 from meshwright.data import workers
@@ -16,6 +18,7 @@ from meshwright.data.loading import LoadingOptions, SampleShare, train_batches
 from meshwright.errors import RankError
 from tests.data.sources import Augmented, Stream, as_list
 from tests.forking.forked import fork
+from tests.launch.processes import wait_until
 from tests.soaked import all_but
 
 DEADLINE_S = 30
@@ -156,3 +159,49 @@ def test_a_worker_that_hangs_is_named_and_ended() -> None:
         for _ in batches:
             pass
     assert_processes_end(pids)
+
+
+def stop_while_a_tensor_is_handed_over() -> None:
+    reduction.send_handle = stop_in_the_data_set
+
+
+def stop_after_half_of_a_message() -> None:
+    def send_half(self: Any, content: Any) -> None:
+        os.write(self.fileno(), len(content).to_bytes(4, "big") + bytes(content[: len(content) // 2]))
+        stop_in_the_data_set()
+
+    connection.Connection._send_bytes = send_half
+
+
+def stop_in_the_data_set(*_: Any) -> None:
+    while True:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+STOPS = [stop_while_a_tensor_is_handed_over, stop_after_half_of_a_message, stop_in_the_data_set]
+
+
+class Stopped(Dataset[torch.Tensor]):
+    """The worker that reads sample 5 stops at a moment that `stop` chooses."""
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        self.stop = stop
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 5:
+            self.stop()
+        return torch.tensor(index)
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_a_worker_that_is_stopped_at_any_moment_is_named_and_ended(stop: Callable[[], None]) -> None:
+    loading = LoadingOptions(workers=2, timeout_s=3)
+    before = child_processes()
+    batches = train_batches(Stopped(stop), seed=0, global_batch=2, share=SampleShare(), loading=loading)
+    with pytest.raises(RankError, match=r"^worker [01] of 2 .* within 3 s \(data.timeout_s\): a signal or a"):
+        for _ in batches:
+            pass
+    wait_until(lambda: child_processes() <= before, "the workers have ended")

@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from meshwright.errors import Stopped
 from meshwright.launch.environment import RESTART
 from meshwright.launch.failure import Failure, first_cause, is_consequence, repeats, to_error
-from meshwright.launch.local.fork_server import ForkedRank, ForkServer
+from meshwright.launch.local.fork_server import ForkedRank, ForkServer, ServerDied
 from meshwright.launch.loopback import ADDRESS
 from meshwright.launch.output import clear_progress, print_to_user
 from meshwright.launch.signals import StopRequest
@@ -96,6 +96,7 @@ class Agent(LocalElasticAgent):
         self._server = server
         self._records = store
         self.restarts = 0
+        self._server_deaths = 0  # they count as restarts
         self.failure: Failure | None = None
         self._folder = folder
         self._grace_s = grace_s
@@ -112,15 +113,33 @@ class Agent(LocalElasticAgent):
     def _start_rank(self, arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedRank:
         if self._noticed is not None:
             environment = {**environment, RESTART: f"{self._noticed} {time.time()}"}
-        return self._server.start_rank(str(self._worker_group.spec.entrypoint), arguments, environment)
+        while True:
+            try:
+                return self._server.start_rank(str(self._worker_group.spec.entrypoint), arguments, environment)
+            except ServerDied as error:
+                if not self._may_restart():
+                    raise
+                self._server_deaths += 1
+                used = self._restarts_used()
+                print_to_user(f"{error}: it starts again ({used} of at most {self._max_restarts} times)")
+
+    @property
+    def _max_restarts(self) -> int:
+        max_restarts: int = self._worker_group.spec.max_restarts
+        return max_restarts
+
+    def _restarts_used(self) -> int:
+        """The number of restarts that count against the limit."""
+        return self.restarts + self._server_deaths
+
+    def _may_restart(self) -> bool:
+        return self._restarts_used() < self._max_restarts
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self.restarts += 1
         if self.failure is not None:
-            max_restarts = self._worker_group.spec.max_restarts
-            print_to_user(
-                f"{self.failure.line}: all ranks start again ({self.restarts} of at most {max_restarts} times)"
-            )
+            used = self._restarts_used()
+            print_to_user(f"{self.failure.line}: all ranks start again ({used} of at most {self._max_restarts} times)")
         super()._restart_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -131,7 +150,8 @@ class Agent(LocalElasticAgent):
             self._noticed = time.time()
             previous, self.failure = self.failure, self._find_cause()
             self._kill_ranks()
-            if self.failure is not None and (self.failure.final or repeats(self.failure, previous)):
+            is_final = self.failure is not None and (self.failure.final or repeats(self.failure, previous))
+            if is_final or not self._may_restart():
                 self._remaining_restarts = 0
         elif None in exits.values():
             return RunResult(state=WorkerState.HEALTHY)

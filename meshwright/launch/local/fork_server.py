@@ -72,6 +72,10 @@ class ForkedRank:
                 os.killpg(self.pid, number)
 
 
+class ServerDied(RankError):
+    """A fork server died, and the one that replaced it, too, before it could start a rank."""
+
+
 class ForkServer:
     """The launcher's end of a fork server. A server that has died is replaced when the next rank is started."""
 
@@ -100,7 +104,7 @@ class ForkServer:
             self._end = _spawn(self._module)
             answer = self._ask(request, descriptors)
         if answer is None:
-            raise RankError("the process that starts the ranks died twice, as soon as it was started")
+            raise ServerDied("the process that starts the ranks died as soon as it was started")
         return ForkedRank(answer["pid"], self)
 
     def exit_code(self, pid: int) -> int | None:

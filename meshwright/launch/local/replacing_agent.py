@@ -70,7 +70,7 @@ class ReplacingAgent(Agent):
         return RunResult(state=WorkerState.HEALTHY)
 
     def _restart_or_fail_all(self, worker_group: WorkerGroup) -> RunResult:
-        if self.restarts + self._replacement_count >= worker_group.spec.max_restarts:
+        if not self._may_restart():
             self._remaining_restarts = 0
         return super()._monitor_workers(worker_group)
 
@@ -94,22 +94,22 @@ class ReplacingAgent(Agent):
             return False
         heartbeat = read_heartbeat(heartbeat_file(self._folder, failure.rank))
         took_part = failure.rank in self._replacements or (heartbeat is not None and heartbeat.completed > 0)
-        return took_part or self._may_replace()
+        return took_part or self._may_restart()
 
-    def _may_replace(self) -> bool:
-        return self.restarts + self._replacement_count < self._worker_group.spec.max_restarts
+    def _restarts_used(self) -> int:
+        return super()._restarts_used() + self._replacement_count
 
     def _replace_or_abandon(self, failure: Failure) -> None:
-        rank, max_restarts = failure.rank, self._worker_group.spec.max_restarts
+        rank = failure.rank
         previous, self._failures[rank] = self._failures.get(rank), failure
         self._processes()[rank].signal_group(SIGKILL)  # the processes that the rank had started
-        if not self._may_replace() or repeats(failure, previous):
+        if not self._may_restart() or repeats(failure, previous):
             self._abandoned.add(rank)
             print_to_user(f"{failure.line}: the others go on without it")
             return
         self._replacement_count += 1
-        restarts = self.restarts + self._replacement_count
-        print_to_user(f"{failure.line}: it starts again alone ({restarts} of at most {max_restarts} times)")
+        used = self._restarts_used()
+        print_to_user(f"{failure.line}: it starts again alone ({used} of at most {self._max_restarts} times)")
         delete_record(self._records, rank, self.restarts)
         if rank in self._replacements:
             self._replacements[rank].wait()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from meshwright.errors import InputError, RankError
+from meshwright.launch.local import fork_server
 from meshwright.launch.local.fork_server import preloaded
 from meshwright.launch.local.launch import RankSettings, launch
 from tests.launch.processes import listening, tree, wait_until
@@ -241,6 +242,58 @@ def test_a_killed_fork_server_costs_one_restart(tmp_path: Path, capfd: pytest.Ca
     assert restarts == 1
     assert "was killed by SIGKILL" in capfd.readouterr().err
     assert len(reports(tmp_path, 1)) == 2
+
+
+DYING_SPARE = """
+import os
+import signal
+from pathlib import Path
+
+from tests.launch.worker import main
+
+folder = Path(os.environ["DYING_SPARE"])
+(folder / f"import {os.getpid()}").touch()
+if len(list(folder.glob("import *"))) == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def start_with_a_dying_spare(folder: Path, restarts: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Kills the process from which the ranks were forked, whose replacement dies while it imports."""
+    (folder / "dying_spare.py").write_text(DYING_SPARE)
+    (folder / "hold").touch()
+    monkeypatch.setenv("DYING_SPARE", str(folder))
+    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', os.getcwd())}")
+
+    def kill_the_parent_of_a_rank() -> None:
+        wait_until(lambda: len(reports(folder, 0)) == 2, "both ranks running")
+        (folder / "go").touch()
+        os.kill(reports(folder, 0)[0]["parent"], signal.SIGKILL)
+
+    monkeypatch.setattr(fork_server, "_preloaded", None)
+    ranks = RankSettings(count=2, device="cpu", threads=1, restarts=restarts, grace_s=10)
+    with ThreadPoolExecutor() as pool:
+        future = pool.submit(kill_the_parent_of_a_rank)
+        try:
+            return launch("dying_spare", ["plain", str(folder)], ranks, folder)
+        finally:
+            future.result()
+
+
+def test_a_spare_that_dies_while_it_imports_costs_a_restart(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert start_with_a_dying_spare(tmp_path, 2, monkeypatch) == 1
+    assert "died as soon as it was started: it starts again (2 of at most 2 times)" in capfd.readouterr().err
+    assert len(reports(tmp_path, 1)) == 2
+
+
+@pytest.mark.soak
+def test_spares_that_die_more_often_than_restarts_are_left_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RankError, match=r"^the process that starts the ranks died as soon as it was started$"):
+        start_with_a_dying_spare(tmp_path, 1, monkeypatch)
 
 
 def test_ranks_have_the_environment_and_random_numbers_of_a_new_process(tmp_path: Path) -> None:
