@@ -16,8 +16,9 @@ from zlib import crc32
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from meshwright.errors import InputError, did_you_mean
+from meshwright.limits import is_number
 from meshwright.torchvision_import import mend_torchvision
-from meshwright.user_code import announced_if_slow, raise_user_code_error
+from meshwright.user_code import raise_user_code_error, running_user_code
 
 _USER_MODULE = "meshwright_user_"  # begins the names of modules that are imported from a file
 _MOVED = {  # modules that have moved since; job files of earlier versions name their old paths
@@ -124,15 +125,28 @@ def check_arguments(
         raise InputError(f"{role}: {error}") from None
 
 
+def _check_numbers(target: Callable[..., Any], arguments: Mapping[str, Any], role: str, error: TypeError) -> None:
+    """Raises an `InputError` if a call failed with a text in the place of a number, as YAML reads `1e-3`."""
+    signature = _signature(target)
+    for name, value in arguments.items():
+        parameter = signature.parameters.get(name) if signature else None
+        if isinstance(value, str) and parameter is not None and is_number(parameter.default):
+            raise InputError(
+                f"{role} takes a number as {name}, by default {parameter.default}, and this is the text {value!r:.50}"
+            ) from error
+
+
 def _run_constructor(
     target: Callable[..., Any], positional: tuple[Any, ...], arguments: Mapping[str, Any], role: str, path: str
 ) -> Any:
     """Calls the target and returns its result. Exceptions that say by their class that something has ended become a
     `UserCodeError`; callers handle the others."""
-    with announced_if_slow(f"building {role} ({path})"):
+    with running_user_code(f"building {role} ({path})"):
         try:
             return target(*positional, **arguments)
         except BaseException as error:
+            if isinstance(error, TypeError):
+                _check_numbers(target, arguments, f"{role}: {path}", error)
             if isinstance(error, Exception) and not isinstance(error, (StopIteration, EOFError)):
                 raise
             raise_user_code_error(error, f"{role}: {path} failed")
@@ -188,7 +202,7 @@ def _import_module(module: str, path: str) -> Any:
         sys.path.insert(0, str(Path.cwd()))
     _prepare_imports()
     try:
-        with nullcontext() if module in sys.modules else announced_if_slow(f"importing {module}"):
+        with nullcontext() if module in sys.modules else running_user_code(f"importing {module}"):
             return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name and (module == error.name or module.startswith(error.name + ".")):
@@ -215,7 +229,7 @@ def _import_file(file: Path, path: str) -> Any:
     sys.modules[name] = module
     _prepare_imports()
     try:
-        with announced_if_slow(f"importing {file.name}"):
+        with running_user_code(f"importing {file.name}"):
             spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]  # otherwise the next import would return the incomplete module

@@ -39,8 +39,12 @@ _HINTS = {
 
 
 def _check_name(name: str) -> str:
-    if not re.fullmatch(r"[\w.-]+", name):
-        raise PydanticCustomError("name", "write letters, digits, '_', '.' and '-' only, as folders get this name")
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise PydanticCustomError(
+            "name",
+            "write letters, digits, '_', '.' and '-' only, and begin with one of the first three, as folders get"
+            " this name",
+        )
     return name
 
 
@@ -123,7 +127,7 @@ def load_job(path: str | Path, settings: Sequence[str] = (), text: str | None = 
     """
     file = user_path(path, "the job file")
     raw = read_mapping(file, "job") if text is None else parse_mapping(text, file, "job")
-    raw.setdefault("name", re.sub(r"[^\w.-]", "-", file.stem))
+    raw.setdefault("name", re.sub(r"[^\w.-]", "-", file.stem).lstrip(".-") or "job")
     for setting in settings:
         _override(raw, setting)
     overridden = {setting.partition("=")[0] for setting in settings}

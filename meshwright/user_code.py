@@ -8,7 +8,7 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -172,6 +172,30 @@ def _may_be_ctrl_c() -> bool:
     ranks."""
     handler = signal.getsignal(signal.SIGINT)
     return handler.received if isinstance(handler, _InterruptHandler) else handler is signal.default_int_handler
+
+
+@contextmanager
+def working_folder_kept() -> Iterator[None]:
+    """After this context the working folder is what it was before. The user's code within it may change it, and the
+    paths of the job and of the run are relative to the folder in which the command began."""
+    try:
+        before = os.getcwd()
+    except OSError:  # it was deleted
+        yield
+        return
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.chdir(before)
+
+
+@contextmanager
+def running_user_code(activity: str) -> Iterator[None]:
+    """The context for an import or a constructor of the user's: it is announced if it is slow, and it leaves the
+    working folder as it was."""
+    with announced_if_slow(activity), working_folder_kept():
+        yield
 
 
 @contextmanager

@@ -118,6 +118,7 @@ def test_exponents_are_numbers_with_or_without_a_point(tmp_path: Path, text: str
 def test_a_job_without_a_name_is_named_after_its_file(tmp_path: Path) -> None:
     assert load_job(write(tmp_path, SMALLEST, "digits.yaml")).name == "digits"
     assert load_job(write(tmp_path, {**SMALLEST, "name": "own"}, "digits.yaml")).name == "own"
+    assert load_job(write(tmp_path, SMALLEST, ".hidden.yaml")).name == "hidden"
 
 
 def test_settings_override_any_field_in_order(tmp_path: Path) -> None:
@@ -223,6 +224,11 @@ def test_files_in_the_working_folder_are_found_too(tmp_path: Path, monkeypatch: 
         ("train.freeze", "head", "train.freeze is 'head': write a list"),
         ("train.deterministic", "maybe", "train.deterministic is 'maybe': write true or false"),
         ("plan.pipeline.cuts", "a", "plan.pipeline.cuts is 'a': write a list"),
+        (
+            "name",
+            ".",
+            "name is '.': write letters, digits, '_', '.' and '-' only, and begin with one of the first three",
+        ),
         ("name", "a/b", "name is 'a/b': write letters, digits, '_', '.' and '-' only"),
     ],
 )

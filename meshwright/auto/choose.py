@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from meshwright.auto.inputs import model_planning_inputs, planning_data, planning_inputs
+from meshwright.auto.inputs import check_model_and_cluster, model_planning_inputs, planning_data, planning_inputs
 from meshwright.auto.tuned import ModelToTune, checked_budget_s, variants_of
 from meshwright.batch import split_batch
 from meshwright.calibrate.probe import measure_machine
@@ -230,6 +230,7 @@ def best_plan(
     8
     """
     check_count("global_batch", global_batch)
+    check_model_and_cluster(model, "local" if cluster is None else cluster)
     constraints = make_constraints(fix, avoid, max_memory)
     budget_s = checked_budget_s(tune, cluster)
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")

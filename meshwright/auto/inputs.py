@@ -32,6 +32,14 @@ from meshwright.train.loop_checks.optimizer_trial import checker_of_optimizer
 from meshwright.train.step.optimizer import build_optimizer, can_fuse_on_gpus
 
 
+def check_model_and_cluster(model: Any, cluster: Any) -> None:
+    """Raises an `InputError` if the arguments of a function are no model and no cluster."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}, not an nn.Module")
+    if not isinstance(cluster, str | Cluster):
+        raise InputError(f"cluster is a {type(cluster).__name__}: give a name, such as '8xH100', or a Cluster")
+
+
 def planning_inputs(
     parts: JobParts,
     cluster: Cluster,

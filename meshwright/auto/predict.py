@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.auto.inputs import check_model_and_cluster
 from meshwright.calibrate.model_operators import measure_model_operators
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
-from meshwright.errors import InputError
 from meshwright.limits import check_count
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Axes
@@ -46,8 +46,7 @@ def predict(
     True
     """
     check_count("global_batch", global_batch)
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}, not an nn.Module")
+    check_model_and_cluster(model, cluster)
     machines = find_cluster(cluster) if isinstance(cluster, str) else cluster
     run_plan = plan or Plan(axes=Axes(replicate=min(machines.device_count, global_batch)))
     check_size(run_plan, machines, global_batch)

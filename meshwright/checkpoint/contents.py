@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from meshwright.checkpoint.frozen import FROZEN, is_description
 from meshwright.checkpoint.index import SavedTensor
 from meshwright.checkpoint.state import GROUPS, split_entry_key
@@ -15,6 +17,9 @@ def check_contents(tensors: Mapping[str, SavedTensor], objects: Mapping[str, Any
     groups, scale = objects.get(GROUPS), objects.get("loss_scale")
     if not isinstance(groups, list) or not all(map(_is_group, groups)):
         return f"it has no {GROUPS}" if groups is None else f"its {GROUPS} are not lists of parameters and options"
+    wrong = next((option for group in groups for option in group.items() if not _is_option(*option)), None)
+    if wrong is not None:
+        return f"its {GROUPS} have {wrong[0]!r:.100} = {wrong[1]!r:.100}, which is no number"
     if "schedule" not in objects:
         return "it has no schedule"
     if scale is not None and not _is_loss_scale(scale):
@@ -41,6 +46,16 @@ def check_contents(tensors: Mapping[str, SavedTensor], objects: Mapping[str, Any
 def _is_group(group: Any) -> bool:
     names = group.get("names") if isinstance(group, dict) else None
     return isinstance(names, list) and all(isinstance(name, str) for name in names)
+
+
+def _is_option(name: str, value: Any) -> bool:
+    """Whether an optimizer can have this option: no option is NaN, and learning rates are finite numbers."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    is_rate = name in ("lr", "initial_lr")
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return not is_rate
+    return math.isfinite(value) if is_rate else not math.isnan(value)
 
 
 def _is_loss_scale(scale: Any) -> bool:

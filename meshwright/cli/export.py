@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.options import AsJson, Settings, Trust, check_output, path_argument, path_option
+from meshwright.cli.options import AsJson, Settings, Trust, check_not_empty, check_output, path_argument, path_option
 from meshwright.cli.ready_jobs import complete_job, find_job
 from meshwright.cli.text import print_lines
 from meshwright.errors import InputError, did_you_mean
@@ -56,7 +56,12 @@ def export(
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option("--cluster", metavar="C", help="For a program: the machines; by default the job's."),
+        typer.Option(
+            "--cluster",
+            metavar="C",
+            help="For a program: the machines; by default the job's.",
+            callback=lambda text: check_not_empty(text, "--cluster"),
+        ),
     ] = None,
     trust: Trust = False,
     settings: Settings = None,

@@ -44,6 +44,14 @@ def check_output(file: Path, option: str = "--output") -> None:
         raise InputError(f"{option} {file}: there is no folder {file.parent}: create it first")
 
 
+def check_not_empty(text: str | None, option: str) -> str | None:
+    """Returns the value of an option. Raises an `InputError` if it is there, but empty, as a variable of a script can
+    be that was not set."""
+    if text is not None and not text.strip():
+        raise InputError(f"{option} is empty: write a value, or leave {option} out")
+    return text
+
+
 def job_argument() -> Any:
     """Returns typer's description of an argument that is a job: a path, or the name of a ready job."""
     return typer.Argument(
@@ -63,7 +71,10 @@ PlanFile = Annotated[Path | None, path_option("--plan", "FILE", "Train with this
 ClusterName = Annotated[
     str | None,
     typer.Option(
-        "--cluster", metavar="C", help="local (this machine), 3xcpu, 8xH100, or a YAML file; by default the job's."
+        "--cluster",
+        metavar="C",
+        help="local (this machine), 3xcpu, 8xH100, or a YAML file; by default the job's.",
+        callback=lambda text: check_not_empty(text, "--cluster"),
     ),
 ]
 Trust = Annotated[

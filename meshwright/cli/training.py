@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from meshwright.cli.text import print_columns
 from meshwright.errors import InputError, MeshwrightError, OutOfMemory, UnequalPlan
 from meshwright.progress import say
+from meshwright.user_code import working_folder_kept
 
 if TYPE_CHECKING:
     from meshwright.auto.choose import JobPlan
@@ -67,7 +68,8 @@ def train_here(
         machines = find_cluster(cluster or job.cluster)
         resume = local_run(job, resume, say)
         parts = JobParts(job)
-        chosen = plan_of_job(parts, machines, plan, resume)
+        with working_folder_kept():  # the model's code may leave it
+            chosen = plan_of_job(parts, machines, plan, resume)
         check = None if unproved else CheckHere(parts, machines)
         while True:
             try:

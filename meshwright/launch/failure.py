@@ -204,7 +204,8 @@ def _failure_from_exit(store: "Store", folder: Path, rank: int, attempt: int, co
         timeout = _nccl_timeout(log_file(folder, rank), rank, last_heartbeat)
         if timeout:
             return Failure(rank, attempt, "CollectiveError", timeout, "", step, activity, time.time(), False)
-    kind, message = (SIGNAL, signal_name(-code)) if code < 0 else (EXIT, str(code))
+    logged = _logged_exception(log_file(folder, rank)) if 0 < code < UNFINISHED else None
+    kind, message = (SIGNAL, signal_name(-code)) if code < 0 else logged or (EXIT, str(code))
     if code == UNFINISHED:
         kind, message = EARLY_END, "0"
     final = kind != SIGNAL and last_heartbeat.completed == 0
@@ -214,18 +215,31 @@ def _failure_from_exit(store: "Store", folder: Path, rank: int, attempt: int, co
 def _nccl_timeout(log: Path, rank: int, last_heartbeat: HeartbeatRecord) -> str | None:
     """Returns the message for a timeout in NCCL; None if the log has none. NCCL's watchdog aborts the process instead
     of raising an exception, so the operation that timed out is named only in the log."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 200_000))
-            tail = file.read().decode(errors="replace").rpartition("--- attempt ")[2]
-    except OSError:
-        return None
-    match = re.search(r"OpType=(\w+).*?Timeout\(ms\)=(\d+)", tail)
+    match = re.search(r"OpType=(\w+).*?Timeout\(ms\)=(\d+)", _end_of_log(log))
     if not match:
         return None
     operation, timeout_s = match[1].strip("_").lower().replace("_", "-"), int(match[2]) / 1000
     step = f"step {last_heartbeat.step}, " if last_heartbeat.step >= 0 else ""
     return f"rank {rank}, {step}{operation} ({last_heartbeat.activity}): {NO_ANSWER} {timeout_s:g} s"
+
+
+def _logged_exception(log: Path) -> tuple[str, str] | None:
+    """Returns the class and the message of the exception that a rank has written to its log; None if there is none. The
+    rank could not tell the launcher, for example because neither can open another file or connection."""
+    _, begin, last = _end_of_log(log).rpartition("Traceback (most recent call last):\n")
+    # The words in which an exception is explained follow its traceback, as the line of an exception of their own.
+    lines = re.findall(r"^(?:\w+\.)*([A-Z]\w+): (.+)$", last, re.MULTILINE) if begin else []
+    return (lines[-1][0], _one_line(lines[-1][1])) if lines else None
+
+
+def _end_of_log(log: Path) -> str:
+    """Returns the end of what a rank has written in its last attempt; empty if its log cannot be read."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 200_000))
+            return file.read().decode(errors="replace").rpartition("--- attempt ")[2]
+    except OSError:
+        return ""
 
 
 def signal_name(number: int) -> str:

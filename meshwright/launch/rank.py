@@ -1,6 +1,9 @@
 """Runs a function as a rank: redirects its output to the log, joins the process group, and records a failure."""
 
+import errno
+import os
 import re
+import resource
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NoReturn
@@ -79,9 +82,24 @@ def _start_watchdog(
     return make_watchdog(world, world.store, heartbeat, timeout_s, tell, end_with)
 
 
+def has_no_files_left(error: BaseException | None) -> bool:
+    """Whether the cause of an exception is the limit of open files (`ulimit -n`). Torch says so in a text only."""
+    while error is not None:
+        if getattr(error, "errno", None) == errno.EMFILE or os.strerror(errno.EMFILE) in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def _explain(error: BaseException, heartbeat: Heartbeat) -> MeshwrightError | None:
     """Returns an error in words for an exception of the user's code that has no message or a misleading one, for memory
     that is full, and for the death of a process that loads data. Returns None for other exceptions."""
+    if has_no_files_left(error):
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return RankError(
+            f"a process of this rank has opened as many files and connections as it may, {limit}: raise the limit with"
+            " ulimit -n before the run, or use fewer ranks or data.workers"
+        )
     if is_out_of_memory(error):
         return OutOfMemory(describe_out_of_memory(error, heartbeat))
     if isinstance(error, UserCodeError):

@@ -29,6 +29,7 @@ from meshwright.train.output.folder import (
 from meshwright.train.tuning.job import tune_job
 from meshwright.train.tuning.precision import choose_precision
 from meshwright.train.tuning.variants import Variant
+from meshwright.user_code import working_folder_kept
 
 # cuBLAS is deterministic only with a fixed workspace, which must be set before a process initializes CUDA.
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -60,12 +61,12 @@ def train(
     parts = parts or JobParts(job)
     check_is_local(cluster)
     check_rank_count(plan, cluster)
-    with phase("checking the job and the plan"):
+    with phase("checking the job and the plan"), working_folder_kept():
         choice = choose_precision(plan, job, cluster, parts)
     if choice.reason:
         say(choice.reason)
     plan = choice.plan
-    with phase("checking the job and the plan"):
+    with phase("checking the job and the plan"), working_folder_kept():
         check_job(job, plan, cluster, parts)
     if recorded_steps and plan.gradients.servers:
         raise InputError(
@@ -73,7 +74,8 @@ def train(
             " leave out --record, or set gradients.servers to 0"
         )
     if check is not None:
-        check(plan)
+        with working_folder_kept():
+            check(plan)
     output = Path(job.output)
     new_folders = [path for path in (output, *output.parents) if not os.path.lexists(path)]
     locked_run = lock_run_folder(job, resume)
@@ -84,7 +86,8 @@ def train(
             say(note)
         if locked_run.note:
             say(locked_run.note)
-        plan = tune_job(plan, variants, parts, cluster, predicted_step_s, say)
+        with working_folder_kept():
+            plan = tune_job(plan, variants, parts, cluster, predicted_step_s, say)
         values = page_values(plan) if page_values else None
         parts.release()
         write_job_and_plan(folder, job, plan, cluster)

@@ -36,3 +36,11 @@ def test_a_model_that_is_none_is_refused() -> None:
     missing: Any = None
     with pytest.raises(InputError, match=r"model is a NoneType, not an nn\.Module"):
         mw.predict(missing, BATCH, loss=LOSS, global_batch=8, cluster="8xH100")
+    with pytest.raises(InputError, match=r"model is a NoneType, not an nn\.Module"):
+        mw.best_plan(missing, BATCH, loss=LOSS, global_batch=8, cluster="8xH100")
+
+
+def test_a_cluster_that_is_no_name_is_refused() -> None:
+    missing: Any = None
+    with pytest.raises(InputError, match=r"^cluster is a NoneType: give a name"):
+        mw.predict(MODEL, BATCH, loss=LOSS, global_batch=8, cluster=missing)

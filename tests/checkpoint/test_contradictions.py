@@ -71,6 +71,18 @@ def no_names(index: Any) -> None:
     index["objects"]["optimizer_groups"] = [{"dict": {"lr": 0.1}}]
 
 
+def rate_that_is_a_text(index: Any) -> None:
+    index["objects"]["optimizer_groups"][0]["dict"]["lr"] = "abc"
+
+
+def rate_that_is_nan(index: Any) -> None:
+    index["objects"]["optimizer_groups"][0]["dict"]["lr"] = float("nan")
+
+
+def option_that_is_nan(index: Any) -> None:
+    index["objects"]["optimizer_groups"][0]["dict"]["eps"] = float("nan")
+
+
 def no_schedule(index: Any) -> None:
     del index["objects"]["schedule"]
 
@@ -99,6 +111,9 @@ def state_of_unknown_parameter(index: Any) -> None:
         (quantized, "'qint32' is no dtype that can be saved"),
         (no_groups, "it has no optimizer_groups"),
         (no_names, "its optimizer_groups are not lists of parameters"),
+        (rate_that_is_a_text, "its optimizer_groups have 'lr' = 'abc', which is no number"),
+        (rate_that_is_nan, "its optimizer_groups have 'lr' = nan, which is no number"),
+        (option_that_is_nan, "its optimizer_groups have 'eps' = nan, which is no number"),
         (no_schedule, "it has no schedule"),
         (wrong_loss_scale, "its loss_scale is not a factor"),
         (parameter_twice, "its optimizer_groups have a parameter twice"),

@@ -36,6 +36,11 @@ WRONG_SETTINGS: list[tuple[str, list[str], str]] = [
     ("optimizer name", ["optimizer.call=torch.optim:SDG"], "torch.optim has no 'SDG': did you mean 'SGD'?"),
     ("optimizer keyword", ["optimizer.momentun=1"], "takes no 'momentun': did you mean 'momentum'?"),
     ("optimizer value", ["optimizer.lr=-1"], "optimizer: Invalid learning rate: -1"),
+    (
+        "text for a number",
+        ["optimizer.lr=abc"],
+        "optimizer: torch.optim:SGD takes a number as lr, by default 0.001, and this is the text 'abc'",
+    ),
     ("group option", ["optimizer.groups=[{match: layers.6, lrr: 1}]"], "has no option 'lrr': did you mean 'lr'?"),
     ("group match", ["optimizer.groups=[{match: head, lr: 1}]"], "'head' matches no trainable parameter"),
     ("group without match", ["optimizer.groups=[{lr: 1}]"], "has no 'match'"),
@@ -277,3 +282,8 @@ def test_a_file_without_end_and_a_folder_are_refused(
 def test_a_tuning_time_that_is_no_number_of_seconds_is_refused(refusal_of: RefusalOf, seconds: str) -> None:
     refusal = refusal_of("train", "job.yaml", f"--tune={seconds}")
     assert f"--tune {seconds}: write a number of seconds, 0 to measure nothing" in refusal
+
+
+@pytest.mark.parametrize("command", ["train job.yaml --cluster ", "plan job.yaml --cluster "])
+def test_an_empty_cluster_is_refused(refusal_of: RefusalOf, command: str) -> None:
+    assert "--cluster is empty: write a value, or leave --cluster out" in refusal_of(*command.split(" "))

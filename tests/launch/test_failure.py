@@ -1,9 +1,12 @@
 """Of several failing ranks, the one that explains the others is reported."""
 
 import dataclasses
+import errno
+import os
 import re
 import signal
 from pathlib import Path
+from traceback import format_exception
 
 import pytest
 from torch.distributed import HashStore
@@ -21,6 +24,7 @@ from meshwright.launch.failure import (
 )
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.output import print_to_user
+from meshwright.launch.rank import _explain
 from meshwright.user_code import describe_error
 
 
@@ -124,6 +128,20 @@ def test_a_users_exception_is_reported_with_its_line_also_from_a_worker(
         next(iter(DataLoader(Unreadable(), num_workers=workers)))
     line = fail(store, tmp_path, 0, caught.value, 1.0).line
     assert re.search(r"ValueError: 13\.png is no picture \(test_failure\.py, line \d+\)$", line), line
+
+
+def test_an_exception_that_could_not_be_sent_is_read_from_the_log(store: HashStore, tmp_path: Path) -> None:
+    """A launcher that can open no more files accepts no connection."""
+    error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    explained = _explain(error, Heartbeat.in_memory())
+    assert explained is not None
+    explained.__cause__ = error
+    traceback = "".join(format_exception(explained))
+    (tmp_path / "rank-1.log").write_text(f"--- attempt 0 ---\nTraceback (most recent call last):\n{traceback}")
+    cause = first_cause(store, tmp_path, 0, {1: 1})
+    assert cause is not None
+    assert cause.line.startswith("rank 1 failed in start-up: a process of this rank has opened as many files")
+    assert "ulimit -n" in cause.line
 
 
 def test_an_abort_by_the_watchdog_of_nccl_is_a_timeout(store: HashStore, tmp_path: Path) -> None:

@@ -257,6 +257,38 @@ def test_parallelize_refuses_an_optimizer_class_that_ignores_its_parameters() ->
         parallelize(model, template, loss=nn.CrossEntropyLoss(), device="cpu")
 
 
+# ---- a working folder that the user's code leaves
+
+
+class Leaves(Net):
+    """A model that changes the working folder, as code does that reads files of its own."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+        os.chdir(folder)
+
+    def forward(self, points: Tensor) -> Tensor:
+        os.chdir(self.folder)
+        return super().forward(points)
+
+
+def test_code_that_leaves_the_working_folder_does_not_move_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / "begun", tmp_path / "left"]
+    for folder in folders:
+        folder.mkdir()
+    monkeypatch.chdir(folders[0])
+    job = toy_job(
+        model={"call": f"{PART}Leaves", "folder": str(folders[1])}, train={"epochs": None, "steps": 2}, output="runs"
+    )
+    result = run(job, Plan(), find_cluster("1xcpu"))
+    assert Path(result["run"]).parent == folders[0] / "runs"
+    assert list(folders[1].iterdir()) == []
+    assert Path.cwd() == folders[0]
+
+
 # ---- whole runs
 
 

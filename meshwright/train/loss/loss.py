@@ -3,7 +3,8 @@
 A loss is called as `loss(output, target)` and returns one of
 
 - a scalar: the mean over the batch's samples;
-- a pair (sum, count): the loss is the sum divided by the count, both taken over the whole global batch.
+- a pair (sum, count): the loss is the sum divided by the count, both taken over the whole global batch. A negative
+  count would maximize the loss. If it is a tensor, it makes the loss NaN, because reading it would wait for the device.
 
 torch's cross entropy and negative log likelihood are recognized: their mean is over the targets that are not ignored,
 weighted by class if they have class weights. A loss with `reduction="sum"` is recognized, too, and is not divided. What
@@ -14,6 +15,7 @@ one rank of many: `across(rows)` returns the rows of all ranks, and the index at
 returned loss gives the sum over this rank's samples; the sum over all ranks is divided by the number of samples.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
@@ -27,6 +29,7 @@ from torch import Tensor, nn
 
 from meshwright.batch import find_model_value
 from meshwright.errors import InputError
+from meshwright.limits import is_number
 from meshwright.plan import Plan
 from meshwright.train.loss.cross_entropy import CountedMean, CountTargetsInModules, count_targets
 from meshwright.train.loss.detection import BoxCounts, DetectorLoss, has_detector
@@ -269,10 +272,22 @@ def _value_and_count(result: Any) -> tuple[Tensor, Tensor | None]:
     if isinstance(result, Tensor) and result.numel() == 1:
         return result.reshape(()), None
     if isinstance(result, CountedMean):
-        result = (result.total, result.number)
+        return result.total.reshape(()), torch.as_tensor(result.number, device=result.total.device).reshape(())
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor):
         total, count = result
         if total.numel() == 1:
-            return total.reshape(()), torch.as_tensor(count, device=total.device).reshape(())
+            if not isinstance(count, Tensor):
+                check_returned_count(count)
+            number = torch.as_tensor(count, device=total.device).reshape(())
+            return torch.where(number < 0, torch.nan, total.reshape(())), number
     shape = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
     raise InputError(f"the loss returned {shape}: return one number, or a pair (sum, count)")
+
+
+def check_returned_count(count: Any) -> None:
+    """Raises an `InputError` if the count that a loss function returned is negative or no number."""
+    if not (is_number(count) and 0 <= count < math.inf):
+        raise InputError(
+            f"the loss returned a pair (sum, count) with the count {count!r:.50}: return the number of targets that the"
+            " sum is over, at least 0"
+        )

@@ -23,7 +23,14 @@ from meshwright.profile.experts import find_expert_layers
 from meshwright.profile.tracing.real_tensors import model_device
 from meshwright.train.loss.cross_entropy import Count, CountedMean, CountTargets, FindIgnoredTargets
 from meshwright.train.loss.joined import JoinedLoss, count_rows
-from meshwright.train.loss.loss import Loss, LossFunction, ModelLoss, classify_loss, loss_from_model
+from meshwright.train.loss.loss import (
+    Loss,
+    LossFunction,
+    ModelLoss,
+    check_returned_count,
+    classify_loss,
+    loss_from_model,
+)
 from meshwright.train.loss.output_form import FakeModel, OutputForm, shorten_sequences, warn_untried
 from meshwright.train.loss.target_counts import COUNTS, CountedByTarget, has_rows, shorten_one_row, varied_targets
 from meshwright.train.torch_private import (
@@ -251,6 +258,7 @@ class _Trial:
         for row in range(_SAMPLES):
             result = self._loss.function(*self._rows(target, row))
             total, count = result if isinstance(result, tuple) else (result, 1)
+            check_returned_count(float(count))
             parts.append((float(total), float(count)))
         return _Case(target, value, parts, mode.ignores)
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright import parallelize
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.train.loss.loss import classify_loss, loss_from_model
@@ -29,6 +30,32 @@ def own_mean(output: Tensor, target: Tensor) -> Tensor:
 
 def sum_and_count(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return F.cross_entropy(output, target, reduction="sum"), (target != -100).sum()
+
+
+@pytest.mark.parametrize("count", [-1, float("nan"), "3"])
+def test_a_count_that_is_no_number_of_targets_is_refused(count: Any) -> None:
+    loss = classify_loss(lambda output, target: (output.sum(), count))
+    with pytest.raises(
+        InputError, match=r"the count .*: return the number of targets that the sum is over, at least 0"
+    ):
+        loss.term(OUTPUT, TARGET, 12)
+
+
+def test_a_negative_count_in_a_tensor_makes_the_loss_nan() -> None:
+    loss = classify_loss(lambda output, target: (output.sum(), torch.tensor(-1)))
+    assert loss.term(OUTPUT, TARGET, 12).value.isnan()
+    assert loss.mean(OUTPUT, TARGET).isnan()
+
+
+def test_a_negative_count_is_refused_before_training() -> None:
+    model = nn.Linear(4, 4).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(InputError, match="the count -1"):
+        parallelize(model, optimizer, loss=negative_count, device="cpu", sample_batch=(OUTPUT, TARGET))
+
+
+def negative_count(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return F.cross_entropy(output, target, reduction="sum"), torch.tensor(-1)
 
 
 @pytest.mark.parametrize(
