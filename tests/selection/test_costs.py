@@ -40,19 +40,25 @@ def test_c():
 """
 
 
-def work() -> None:
+def work_and_stay() -> None:
+    """Stays until its standard input ends."""
     end = os.times().user + BUSY_S
     while os.times().user < end:
         pass
+    os.read(0, 1)
 
 
 def test_other_processes_count_before_and_after_their_end() -> None:
     before = used_s()
-    with open(os.devnull) as nothing:
-        process = fork("tests.selection.test_costs:work", stdin=nothing.fileno())
-        while used_s() - before < BUSY_S / 2:
-            assert process.poll() is None, "the time of a running process is not counted"
-        process.wait()
+    read_end, write_end = os.pipe()
+    process = fork("tests.selection.test_costs:work_and_stay", stdin=read_end)
+    os.close(read_end)
+    while used_s() - before < BUSY_S * 0.9:
+        assert process.poll() is None, "it ended before its standard input did"
+    running = process.poll() is None
+    os.close(write_end)
+    process.wait()
+    assert running
     assert used_s() - before >= BUSY_S * 0.9
 
 
