@@ -2,7 +2,7 @@
 every piece the bytes of its weights and of the activations that it saves for the backward pass, which layers can be
 split, and where the model can be cut. The summary is computed from a profile."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -103,6 +103,7 @@ class ModelSummary:
     branch_ranks: dict[tuple[Axes, str], dict[str, int]] = field(default_factory=dict)
     _piece_seconds: dict[float, list[tuple[float, float]]] = field(default_factory=dict)
     _rank_pieces: dict[tuple[int, str, bool], tuple[PieceSummary, ...]] = field(default_factory=dict)
+    trace: Callable[[Literal["none", "selective", "full"]], ModelProfile] | None = None
     _recompute_profiles: dict[str, ModelProfile] = field(default_factory=dict)
     _cuts: dict[tuple[int, str], tuple[int, ...] | None] = field(default_factory=dict)
     _on_nodes: "list[tuple[Node, ModelSummary]]" = field(default_factory=list)

@@ -1,5 +1,7 @@
 """The summary of a model that a search is based on."""
 
+from functools import partial
+
 from meshwright.cluster.cluster import Device
 from meshwright.planner.branch_placement import find_branch_groups
 from meshwright.planner.inputs import PlanningInputs
@@ -20,7 +22,7 @@ def _summary(
     profiles: Profiles, precision: str, device: Device, cores: int, fixed_cuts: tuple[str, ...] | None
 ) -> ModelSummary:
     profile = profiles.get(precision, "none")
-    summary = ModelSummary(profile, device, cores, fixed_cuts=fixed_cuts)
+    summary = ModelSummary(profile, device, cores, fixed_cuts=fixed_cuts, trace=partial(profiles.get, precision))
     if summary.has_convolutions and precision != "fp32":  # for fp32, compute_variants.py predicts both layouts
         summary.memory_layout = "channels_last"
     structure = summary.structure

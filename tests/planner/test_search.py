@@ -14,6 +14,7 @@ from meshwright.plan import Plan
 from meshwright.plan_fields.effects import Numerics
 from meshwright.plan_fields.groups import Axes
 from meshwright.planner.bounds import BoundCalculator
+from meshwright.planner.candidates import RECOMPUTES
 from meshwright.planner.explanation.explain import explain, step_shares
 from meshwright.planner.inputs import TOP, PlanningInputs
 from meshwright.planner.model_summary import ModelSummary
@@ -28,6 +29,7 @@ from meshwright.simulator.traffic import exchanges
 from tests.planner.cases import (
     ADAMW,
     MOMENTUM,
+    cluster_with,
     faster_links,
     frozen_decoder,
     images,
@@ -222,6 +224,35 @@ def test_a_model_that_fits_no_plan_says_by_how_much_and_what_comes_closest() -> 
         r"Without offload, \d+ devices of this kind are needed at least, for weights, gradients", explanation
     )
     assert "\n" not in explanation
+
+
+def test_a_model_that_does_not_fit_says_what_the_closest_plan_needs_and_on_how_many_devices_it_would() -> None:
+    profiles, cluster = small_decoder(), cluster_with("RTX3090", memory_bytes=3 * 2**29)
+    with pytest.raises(InputError) as refused:
+        search_plans(cluster, profiles, 96, allow="same")
+    words = str(refused.value)
+    match = re.search(r"closest, .*, needs (\S+) GiB, but .* too much: use (\d+) RTX3090, of each of which", words)
+    assert match is not None, words
+    assert "or a device with" in words
+    least = min(
+        predict_plan(cluster, profiles.get("fp32", recompute), plan, 96, ADAMW).memory.device_bytes
+        for recompute in RECOMPUTES
+        for plan in [Plan.model_validate({"memory": {"recompute": recompute, "accumulation": 96}})]
+    )
+    assert float(match[1]) == pytest.approx(least / 2**30, rel=0.01)
+    devices = int(match[2])
+    assert 96 % devices == 0
+    inputs = PlanningInputs(cluster, 96, ADAMW, allow="same")
+
+    def needed(number: int) -> int:
+        memory = {"recompute": "full", "accumulation": 96 // number}
+        plan = Plan.model_validate({"axes": {"shard": number}, "memory": memory})
+        on = cluster.with_device_count(number)
+        return predict_plan(on, profiles.get("fp32", "full"), plan, 96, ADAMW).memory.device_bytes
+
+    assert needed(devices) <= inputs.capacity_bytes
+    fewer = [number for number in range(2, devices) if 96 % number == 0]
+    assert all(needed(number) > inputs.capacity_bytes for number in fewer)
 
 
 def test_a_batch_that_no_axis_divides_has_shares_that_differ_by_one_sample() -> None:
