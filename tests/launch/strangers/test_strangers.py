@@ -2,8 +2,10 @@
 changed, and the run ends with the weights of an undisturbed one, bit for bit."""
 
 import os
+import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ import pytest
 
 from tests.forking.environment import REPOSITORY
 from tests.launch.launchers.runs import TRAIN, weights, write_job
+from tests.launch.nodes.ports import free_port
 from tests.launch.processes import tree
 from tests.launch.strangers.attack import Attack, attacked, listening_ports
+from tests.report.made_up_run import make_run
 from tests.soaked import all_but
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -144,21 +148,44 @@ SERVERS = {
     "gradients": {"servers": 1, "updates": "synchronous"},
     "compute": {"threads": 1},
 }
+NODES = f"{' '.join(TRAIN)} $0 --nodes 2 --rendezvous 127.0.0.1:PORT --node-rank"
+TWO_NODES = ["sh", "-c", f"{NODES} 1 & {NODES} 0 && wait $!"]
 LAUNCHERS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "train": (TRAIN, {}),
     "servers": (TRAIN, {"plan": SERVERS}),
+    "nodes": (TWO_NODES, {"cluster": "1xcpu"}),
 }
 
 
 @pytest.mark.parametrize("launcher", all_but({"train"}, LAUNCHERS))
 def test_a_stranger_changes_no_bit_of_a_training(launcher: str, open_folder: Path) -> None:
-    command, changes = LAUNCHERS[launcher]
+    words, changes = LAUNCHERS[launcher]
+    command = [word.replace("PORT", str(free_port())) for word in words]
     folders = {name: open_folder / name for name in ("undisturbed", "attacked")}
     for name, folder in folders.items():
         job = write_job(folder, train={"steps": STEPS, "global_batch": 16, "seed": 0}, **changes)
         _, attack = run([*command, job], folder, name == "attacked")
     check(attack)
     assert weights(folders["attacked"], STEPS) == weights(folders["undisturbed"], STEPS) != {}
+
+
+@pytest.mark.soak
+def test_a_stranger_reads_nothing_of_a_run_that_is_watched(open_folder: Path) -> None:
+    make_run(open_folder / "run", ranks=2, steps=10)
+    command = [*TRAIN[:-1], "watch", open_folder / "run"]
+    with subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
+    ) as process:
+        try:
+            assert process.stdout is not None
+            address = next(word for line in process.stdout for word in line.split() if word.startswith("http://"))
+            with attacked(process.pid, open_folder / "run") as attack:
+                for _ in range(40):  # its user is answered all the time
+                    with urllib.request.urlopen(address, timeout=60) as page:
+                        assert page.read(100)
+        finally:
+            process.send_signal(signal.SIGINT)
+    check(attack)
 
 
 SCRIPTS = {
