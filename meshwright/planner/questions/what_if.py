@@ -9,6 +9,7 @@ from meshwright.planner.questions.answer import Answer, PlannedPoint, estimates
 from meshwright.planner.questions.sweep import sweep_points
 
 _AS_IT_IS = "as it is"
+_AS_FAST = 5e-4  # a difference of two speeds that is called none
 
 
 def what_if(changes: Sequence[str], inputs: PlanningInputs, profiles: Profiles) -> Answer:
@@ -39,7 +40,9 @@ def _sentence(change: str, other: PlannedPoint, point: PlannedPoint) -> str:
     if point.best is None:
         return f"With {change}, a plan would fit on '{name}', and train {speed} samples per second."
     gain = other.samples_per_s / point.samples_per_s - 1
-    more = f"{abs(gain):.1%} {'more' if gain >= 0 else 'fewer'} samples per second"
     same = other.best.plan == point.best.plan
     plan = "with the same plan" if same else f"with {other.best.plan.summary()}"
+    if abs(gain) < _AS_FAST:
+        return f"With {change}, '{name}' would be as fast as it is, {plan}."
+    more = f"{abs(gain):.1%} {'more' if gain >= 0 else 'fewer'} samples per second"
     return f"With {change}, '{name}' would train {more} ({speed}), {plan}."
