@@ -162,7 +162,7 @@ def test_a_worker_that_hangs_is_named_and_ended() -> None:
 
 
 def stop_while_a_tensor_is_handed_over() -> None:
-    reduction.send_handle = stop_in_the_data_set
+    setattr(reduction, "send_handle", stop_in_the_data_set)  # noqa: B010
 
 
 def stop_after_half_of_a_message() -> None:
@@ -170,7 +170,7 @@ def stop_after_half_of_a_message() -> None:
         os.write(self.fileno(), len(content).to_bytes(4, "big") + bytes(content[: len(content) // 2]))
         stop_in_the_data_set()
 
-    connection.Connection._send_bytes = send_half
+    setattr(connection.Connection, "_send_bytes", send_half)  # noqa: B010
 
 
 def stop_in_the_data_set(*_: Any) -> None:
