@@ -1,6 +1,7 @@
 """The profile of a model that `torch.compile` compiles: fused kernels take the place of the operators that they
 compute, and only the tensors that kernels and products write are in memory (fusion.py)."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from math import ceil
 
@@ -20,6 +21,8 @@ from meshwright.simulator.profile_cache import ProfileCache
 
 FUSED = "fused"  # the name of operators that are kernels of the compiler
 _NOTHING = BatchPolynomial(0.0, 0.0)
+_FUSED_STEPS: ProfileCache[FusedStep] = ProfileCache(32)
+_DECISIONS: ProfileCache[tuple[tuple[int, ...], tuple[int, ...]]] = ProfileCache(1024)
 _COMPILED_PROFILES: ProfileCache[ModelProfile] = ProfileCache(192)
 # Products with fewer FLOPs per byte wait for memory on every GPU of the catalog, and are not padded.
 _PADDED_FLOPS_PER_BYTE = 100
@@ -40,31 +43,41 @@ def compiled_units(profile: ModelProfile, plan: Plan) -> tuple[str, ...]:
 
 def compiled_profile(profile: ModelProfile, plan: Plan, batch: float) -> ModelProfile:
     """The profile of the model as the plan compiles it; the profile itself if nothing is compiled, or if the trace does
-    not say which tensors operators read. Which values are saved is decided for a batch of this many samples."""
+    not say which tensors operators read. Which values are saved, and which products get padded sizes, is decided for a
+    batch of this many samples; for most batches the same is decided, so that they have one profile."""
     units = compiled_units(profile, plan)
     if not units:
         return profile
     exchanges = plan.numerics.batch_norm == "synchronized" and plan.data_ranks > 1
-    key = (units, exchanges, plan.axes.tensor > 1, batch)
-    return _COMPILED_PROFILES.get(profile, key, lambda: _compiled_profile(profile, plan, units, batch))
+    key = (units, exchanges, plan.axes.tensor > 1)
+    fused = _FUSED_STEPS.get(profile, key, lambda: _fused_step(profile, plan, units))
+    if not any(step.operator.writes for step in fused.operators):
+        return profile
+    decisions = _DECISIONS.get(fused, batch, lambda: (fused.recomputed_for(batch), _padded_products(fused, batch)))
+    return _COMPILED_PROFILES.get(fused, decisions, lambda: _compiled_profile(profile, fused, *decisions))
 
 
-def _compiled_profile(profile: ModelProfile, plan: Plan, units: tuple[str, ...], batch: float) -> ModelProfile:
+def _fused_step(profile: ModelProfile, plan: Plan, units: tuple[str, ...]) -> FusedStep:
     unit_of = _UnitOfLayers(units)
     operators = [
         StepOperator(operator, number, position, segment.phase == "backward", _unit(operator, unit_of, plan))
         for number, segment in enumerate(profile.segments)
         for position, operator in enumerate(segment.operators)
     ]
-    if not any(step.operator.writes for step in operators):
-        return profile
-    fused = fuse(operators, batch)
+    return fuse(operators)
+
+
+def _compiled_profile(
+    profile: ModelProfile, structure: FusedStep, recomputed: tuple[int, ...], padded: tuple[int, ...]
+) -> ModelProfile:
+    fused, products = structure.with_recomputed(recomputed), frozenset(padded)
+    operators = _operators(fused, len(profile.segments), products)
     return replace(
         profile,
         segments=tuple(
             replace(segment, operators=operators, changes=changes)
             for segment, operators, changes in zip(
-                profile.segments, _operators(fused, len(profile.segments)), _changes(fused, profile), strict=True
+                profile.segments, operators, _changes(fused, profile, products), strict=True
             )
         ),
     )
@@ -96,14 +109,16 @@ def _unit(operator: Operator, unit_of: _UnitOfLayers, plan: Plan) -> str | None:
 # ---- operators
 
 
-def _operators(fused: FusedStep, segments: int) -> list[tuple[Operator, ...]]:
-    """The operators of each segment: products, what is not compiled, and fused kernels. A kernel with operators of
-    several segments has a part in each of them, which moves what those operators read and write."""
+def _operators(fused: FusedStep, segments: int, padded: Collection[int]) -> list[tuple[Operator, ...]]:
+    """The operators of each segment: products, of which some are `padded`, what is not compiled, and fused kernels. A
+    kernel with operators of several segments has a part in each of them, which moves what those operators read and
+    write."""
     placed: list[list[tuple[int, Operator]]] = [[] for _ in range(segments)]
     for kernel in fused.kernels:
         first = fused.operators[kernel.members[0]]
         if not first.is_fused:
-            placed[first.segment] += [(first.position, operator) for operator in _unfused(first, fused.batch)]
+            unfused = _padded(first.operator) if kernel.members[0] in padded else _unfused(first)
+            placed[first.segment] += [(first.position, operator) for operator in unfused]
             continue
         for segment in sorted({fused.operators[number].segment for number in kernel.members}):
             members = [number for number in kernel.members if fused.operators[number].segment == segment]
@@ -120,13 +135,10 @@ def _operators(fused: FusedStep, segments: int) -> list[tuple[Operator, ...]]:
     return [tuple(operator for _, operator in sorted(found, key=lambda item: item[0])) for found in placed]
 
 
-def _unfused(step: StepOperator, batch: float) -> list[Operator]:
-    """What runs in place of an operator that is not fused: the operator itself; for a compiled product with padded
-    sizes; for a compiled convolution without its bias, which a fused kernel adds, and whose gradient is summed by
-    another kernel."""
+def _unfused(step: StepOperator) -> list[Operator]:
+    """What runs in place of an operator that is not fused: the operator itself; for a compiled convolution without its
+    bias, which a fused kernel adds, and whose gradient is summed by another kernel."""
     operator = step.operator
-    if step.unit is not None and operator.kind == "matmul":
-        return _padded(operator, batch)
     if step.unit is None or operator.kind != "convolution":
         return [operator]
     width = operator.shape[4].constant
@@ -141,22 +153,31 @@ def _unfused(step: StepOperator, batch: float) -> list[Operator]:
     return [without_bias, _kernel(operator, _sum(operator.reads[0].bytes, bias.bytes), reduces=True)]
 
 
-def _padded(operator: Operator, batch: float) -> list[Operator]:
-    """The product with sizes that are multiples of 16 bytes, and the kernel that copies its operands to these sizes.
-    The compiler pads products whose time depends on arithmetic (torch/_inductor/fx_passes/pad_mm.py)."""
-    copied = _padding_bytes(operator, batch)
-    if not copied.at(1):
-        return [operator]
+def _padded_products(fused: FusedStep, batch: float) -> tuple[int, ...]:
+    """The compiled products whose operands are copied to sizes that are multiples of 16 bytes. The compiler pads
+    products whose time depends on arithmetic (torch/_inductor/fx_passes/pad_mm.py)."""
+    return tuple(
+        number
+        for number, step in enumerate(fused.operators)
+        if step.unit is not None
+        and step.operator.kind == "matmul"
+        and step.operator.flops.at(batch) >= _PADDED_FLOPS_PER_BYTE * step.operator.bytes.at(batch)
+        and _padding_bytes(step.operator).at(1)
+    )
+
+
+def _padded(operator: Operator) -> list[Operator]:
+    """The product with padded sizes, and the kernel that copies its operands to these sizes."""
+    copied = _padding_bytes(operator)
     count, *sizes = operator.shape
     item = ITEM_BYTES.get(operator.dtype, 4)
     padded = [size if _grows(size) else BatchPolynomial(_aligned(size, item), 0.0) for size in sizes]
     return [_kernel(operator, copied.scaled(2.0), reduces=False), replace(operator, shape=(count, *padded))]
 
 
-def _padding_bytes(operator: Operator, batch: float) -> BatchPolynomial:
-    """The bytes of the operands of a compiled product that are copied because one of their sizes is padded."""
-    if operator.kind != "matmul" or operator.flops.at(batch) < _PADDED_FLOPS_PER_BYTE * operator.bytes.at(batch):
-        return _NOTHING
+def _padding_bytes(operator: Operator) -> BatchPolynomial:
+    """The bytes of the operands of a product that are copied if it is padded, because one of their sizes is not a
+    multiple of 16 bytes."""
     item = ITEM_BYTES.get(operator.dtype, 4)
     odd_m, odd_n, odd_k = (not _grows(size) and _aligned(size, item) != size.constant for size in operator.shape[1:])
     left, right = operator.reads[-2:] if len(operator.reads) > 1 else operator.reads * 2
@@ -186,7 +207,7 @@ def _sum(left: BatchPolynomial, right: BatchPolynomial) -> BatchPolynomial:
 # ---- memory
 
 
-def _changes(fused: FusedStep, profile: ModelProfile) -> list[tuple[MemoryChange, ...]]:
+def _changes(fused: FusedStep, profile: ModelProfile, padded: Collection[int]) -> list[tuple[MemoryChange, ...]]:
     """The changes of memory in each segment. A tensor is allocated by the operator that writes it, and freed by the
     last operator that reads it. A kernel may write a result over a tensor that nothing reads afterwards, so it frees
     first; a product allocates first."""
@@ -196,7 +217,8 @@ def _changes(fused: FusedStep, profile: ModelProfile) -> list[tuple[MemoryChange
     for kernel in fused.kernels:
         is_fused = fused.operators[kernel.members[0]].is_fused
         for number in kernel.members:
-            events += _padded_operands(fused, number)
+            if number in padded:
+                events += _padded_operands(fused, number)
             for use in fused.operators[number].operator.writes:
                 readers = fused.readers.get(use.value, [])
                 if not (readers or use.is_gradient) and is_fused:
@@ -215,11 +237,9 @@ def _mark_key(change: MemoryChange) -> tuple[str, bool, float, float]:
 
 def _padded_operands(fused: FusedStep, number: int) -> list[tuple[int, bool, MemoryChange]]:
     """The copies of a product's operands that are padded, which are in memory while the product runs."""
-    step = fused.operators[number]
-    copied = _padding_bytes(step.operator, fused.batch) if step.unit is not None else _NOTHING
-    if not copied.at(1):
-        return []
-    allocated = MemoryChange(0, copied, "temporary", step.operator.layer)
+    operator = fused.operators[number].operator
+    copied = _padding_bytes(operator)
+    allocated = MemoryChange(0, copied, "temporary", operator.layer)
     return [(number, True, allocated), (number, False, replace(allocated, bytes=copied.scaled(-1.0)))]
 
 

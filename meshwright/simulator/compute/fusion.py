@@ -12,11 +12,13 @@ written. This module repeats its rules as far as they decide how many bytes are 
     windows       pooling and interpolation read windows of a tensor that was written                   _reads_windows
     saved         for the backward pass: values that products of the backward pass read. Other values are computed
                   again within the kernel that needs them, if the values from which they are computed are smaller, or
-                  are saved anyway (the partitioner of torch/_functorch/partitioners.py)                _divide_passes
+                  are saved anyway (the partitioner of torch/_functorch/partitioners.py)                recomputed_for
+
+Only the last rule depends on the batch, so the others are applied once for all batches.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from meshwright.profile.values import BatchPolynomial, Operator
@@ -64,18 +66,47 @@ class Kernel:
 
 @dataclass
 class FusedStep:
-    """The kernels of a compiled step with `batch` samples. `sizes` are the bytes of all values, `producers` the
-    operators that compute them (values that exist before the step have none). `recomputed` are the values that the
-    backward pass computes again, and those that it computes them from. `readers` are, for each value in memory, the
-    operators that read it there."""
+    """The kernels of a compiled step. `sizes` are the bytes of all values, `producers` the operators that compute them
+    (values that exist before the step have none). Of the values of the forward pass that the backward pass reads,
+    `saved` are saved with every batch, and `optional` could be computed again from the values that are named there.
+    `recomputed` are those that are, and `readers`, for each value in memory, the operators that read it there: these
+    two, and what kernels read and write, are filled by `with_recomputed`."""
 
     operators: list[StepOperator]
-    batch: float
     sizes: dict[int, BatchPolynomial]
     producers: dict[int, int]
     kernels: list[Kernel] = field(default_factory=list)
+    saved: frozenset[int] = frozenset()
+    optional: dict[int, frozenset[int]] = field(default_factory=dict)
     recomputed: dict[int, frozenset[int]] = field(default_factory=dict)
     readers: dict[int, list[int]] = field(default_factory=dict)
+
+    def recomputed_for(self, batch: float) -> tuple[int, ...]:
+        """The values that the backward pass of a batch of this many samples computes again."""
+        saved, recomputed = set(self.saved), []
+        for value, sources in self.optional.items():
+            added = {source for source in sources - saved if source in self.producers}
+            # Other values that are computed from the same ones need not be saved either.
+            replaced = [
+                other for other, needed in self.optional.items() if needed <= sources | saved and other not in saved
+            ]
+            if self.total_bytes(added).at(batch) < self.total_bytes({value, *replaced}).at(batch):
+                saved |= added
+                recomputed.append(value)
+            else:
+                saved.add(value)
+        return tuple(recomputed)
+
+    def with_recomputed(self, values: Sequence[int]) -> "FusedStep":
+        """The step whose backward pass computes these values again."""
+        step = replace(
+            self,
+            kernels=[Kernel(kernel.members) for kernel in self.kernels],
+            recomputed={value: self.optional[value] for value in values},
+            readers={},
+        )
+        _find_memory_traffic(step)
+        return step
 
     def sources(self, number: int) -> set[int]:
         """The values in memory from which the kernel of an operator computes what this operator reads."""
@@ -107,8 +138,8 @@ class FusedStep:
         return frozenset((value,))
 
 
-def fuse(operators: list[StepOperator], batch: float) -> FusedStep:
-    """The kernels of a step whose operators run in this order. Sizes are compared for this batch size."""
+def fuse(operators: list[StepOperator]) -> FusedStep:
+    """The kernels of a step whose operators run in this order, as far as they are the same for every batch."""
     sizes: dict[int, BatchPolynomial] = {}
     producers: dict[int, int] = {}
     for number, step in enumerate(operators):
@@ -118,11 +149,10 @@ def fuse(operators: list[StepOperator], batch: float) -> FusedStep:
         for place, use in enumerate(step.operator.writes):
             producers[use.value] = number
             sizes[use.value] = use.bytes.scaled(_OFFSET_BYTES) if is_max_pool and place else use.bytes
-    fused = FusedStep(operators, batch, sizes, producers)
+    fused = FusedStep(operators, sizes, producers)
     _stages(fused)
     _assign_kernels(fused)
     _divide_passes(fused)
-    _find_memory_traffic(fused)
     return fused
 
 
@@ -221,28 +251,20 @@ def _assign_kernels(fused: FusedStep) -> None:
 
 
 def _divide_passes(fused: FusedStep) -> None:
-    """Decides for each value of the forward pass that the backward pass reads whether it is saved or computed again."""
+    """Finds the values of the forward pass that the backward pass reads, and those of them that it could compute
+    again."""
     readers: dict[int, list[StepOperator]] = {}
     for step in fused.operators:
         for use in step.operator.reads if step.backward else ():
             producer = fused.producers.get(use.value)
             if producer is not None and not fused.operators[producer].backward:
                 readers.setdefault(use.value, []).append(step)
-    optional = {
-        value: sources
+    fused.optional = {
+        value: frozenset(sources)
         for value, steps in readers.items()
         if all(step.is_fused for step in steps) and (sources := _recompute_sources(fused, value))
     }
-    saved = set(readers) - set(optional)
-    for value, sources in optional.items():
-        added = {source for source in sources - saved if source in fused.producers}
-        # Other values that are computed from the same ones need not be saved either.
-        replaced = [other for other, needed in optional.items() if needed <= sources | saved and other not in saved]
-        if fused.total_bytes(added).at(fused.batch) < fused.total_bytes({value, *replaced}).at(fused.batch):
-            saved |= added
-            fused.recomputed[value] = frozenset(sources)
-        else:
-            saved.add(value)
+    fused.saved = frozenset(readers.keys() - fused.optional.keys())
 
 
 def _recompute_sources(fused: FusedStep, value: int) -> set[int]:
