@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +41,7 @@ from meshwright.train.step.explained_errors import explains_errors
 from meshwright.train.step.forward_backward import ForwardBackward
 from meshwright.train.step.loss_scale import DEFAULTS, LossScale
 from meshwright.train.step.nonfinite import NO_PROBLEM, make_step_check
-from meshwright.train.step.optimizer import checked_optimizer, choose_kernels
+from meshwright.train.step.optimizer import call_around_steps, checked_optimizer, choose_kernels
 from meshwright.train.step.own_loop import OwnLoop
 from meshwright.train.step.randomness import step_seed
 from meshwright.train.step.schedule import needs_metric
@@ -131,10 +130,7 @@ class Session(OwnLoop):
         self._ended_epoch = False  # whether an epoch ended since the session began or was loaded
         self.stream_state: StreamState | None = None
         self._train_mode()
-        # A hook that held the session would keep it alive.
-        before_step, after_step = WeakMethod(self._before_optimizer_step), WeakMethod(self._after_optimizer_step)
-        self.optimizer.register_step_pre_hook(lambda *_: method() if (method := before_step()) else None)
-        self.optimizer.register_step_post_hook(lambda *_: method() if (method := after_step()) else None)
+        call_around_steps(self.optimizer, self._before_optimizer_step, self._after_optimizer_step)
 
     @property
     def module(self) -> nn.Module:
@@ -359,17 +355,14 @@ class Session(OwnLoop):
         shares = {"shares": self.shares.about(self.steps)} if self.shares else {}
         return about | ({"parts": self.parts} if self.parts else {}) | stream | losses | shares
 
-    def save(self, path: str | Path, frozen: bool = True) -> Path:
-        """Writes a checkpoint to the folder `path`, and returns it. With `frozen=False` it does not hold the frozen
-        parameters: `load` needs a model that has them already. All ranks must call this together."""
-        return self.save_with({}, path, frozen)
-
     @explains_errors
-    def save_with(self, contents: State, path: str | Path, frozen: bool = True) -> Path:
-        """As `save`; the checkpoint has these contents, too."""
+    def save(self, path: str | Path, frozen: bool = True, extra: State | None = None) -> Path:
+        """Writes a checkpoint to the folder `path`, and returns it. With `frozen=False` it does not hold the frozen
+        parameters: `load` needs a model that has them already. `extra` are further entries of plain values, which
+        `load` ignores. All ranks must call this together."""
         self._report("save")
         state = self.state() if frozen else without_frozen(self.state(), self.module)
-        return save_at({**state, **contents}, Path(path), self.steps, self.about())
+        return save_at({**state, **(extra or {})}, Path(path), self.steps, self.about())
 
     @explains_errors
     def load(self, path: str | Path) -> None:

@@ -54,7 +54,7 @@ class EngineCheckpoints:
             raise InputError(f"save_checkpoint: the tag is {name!r}: give a name that a folder can have")
         values = {"counters": {key: getattr(self, key) for key in _COUNTERS}, "client_state": dict(client_state or {})}
         _check_plain(values["client_state"])
-        self.session.save_with({_OBJECT: values}, Path(save_dir) / name, frozen=not exclude_frozen_parameters)
+        self.session.save(Path(save_dir) / name, not exclude_frozen_parameters, {_OBJECT: values})
         if save_latest and self.global_rank == 0:
             write_atomically(Path(save_dir) / _LATEST, name)
         broadcast_value(None)  # no rank looks for `latest` before it is written

@@ -56,7 +56,7 @@ def count_steps(session: Session, trainer: Any) -> None:
 def save_session(path: Path, session: Session, contents: Mapping[str, Any]) -> None:
     """Saves the session and the other `contents` of a checkpoint of Lightning, which have to be plain values. All ranks
     call this together."""
-    session.save_with({_OBJECT: dict(contents)}, path)
+    session.save(path, extra={_OBJECT: dict(contents)})
 
 
 def load_session(path: Path, session: Session) -> dict[str, Any]:

@@ -1,11 +1,15 @@
 """Where a thread is, read from its Python stack: the module whose forward pass runs, the collective that it called, and
 the line of the user's code. Nothing is recorded while steps run, so it costs them nothing."""
 
+import gc
 import linecache
 import re
+from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate, repeat
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
@@ -57,13 +61,19 @@ class Position:
 
 
 def stack_of(frame: FrameType | None) -> list[StackEntry]:
-    """Returns the stack of a running thread, the innermost frame last. The thread goes on meanwhile, so that what a
-    frame names as the one before it may be something else by then, and ends the stack."""
-    entries: list[StackEntry] = []
-    while isinstance(frame, FrameType):
-        entries.append((frame, frame.f_lineno or 0))  # code that has just been entered has no line yet
-        frame = frame.f_back
-    return entries[::-1]
+    """Returns the stack of a running thread, the innermost frame last. It is followed by a single call in C, during
+    which the thread cannot go on: `f_back` of a frame that has just ended was seen to crash the interpreter."""
+    frames: deque[Any] = deque()
+    collects = gc.isenabled()
+    gc.disable()  # a collection would let the thread go on
+    try:
+        with suppress(AttributeError):  # the frame before the outermost one is None
+            frames.extend(accumulate(repeat("f_back"), getattr, initial=frame))
+    finally:
+        if collects:
+            gc.enable()
+    stack = [frame for frame in frames if isinstance(frame, FrameType)]
+    return [(frame, frame.f_lineno or 0) for frame in reversed(stack)]  # code that was just entered has no line yet
 
 
 def stack_of_error(trace: TracebackType | None) -> list[StackEntry]:

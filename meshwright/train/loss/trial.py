@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from meshwright.batch import WHOLE_BATCH, listed_samples, split_batch, take_listed
+from meshwright.batch import WHOLE_BATCH, split_batch
 from meshwright.errors import InputError
 from meshwright.profile.experts import find_expert_layers
 from meshwright.profile.tracing.real_tensors import model_device
 from meshwright.train.loss.cross_entropy import Count, CountedMean, CountTargets, FindIgnoredTargets
-from meshwright.train.loss.joined import JoinedLoss, count_rows
+from meshwright.train.loss.joined import JoinedLoss
 from meshwright.train.loss.loss import (
     Loss,
     LossFunction,
@@ -33,6 +33,7 @@ from meshwright.train.loss.loss import (
 )
 from meshwright.train.loss.output_form import FakeModel, OutputForm, shorten_sequences, warn_untried
 from meshwright.train.loss.target_counts import COUNTS, CountedByTarget, has_rows, shorten_one_row, varied_targets
+from meshwright.train.loss.target_rows import in_dtype, repeat_samples, sample_rows
 from meshwright.train.torch_private import (
     AnyBatchNorm,
     AnyDropout,
@@ -57,18 +58,18 @@ def find_loss(function: LossFunction, model: FakeModel, sample: Any, target_key:
     loss = classify_loss(function)
     if loss.kind != "samples" or is_from_torch(function):
         return loss
-    batches = [_repeat_samples(sample, samples) for samples in (_SAMPLES, _SAMPLES + 1)]
+    batches = [repeat_samples(sample, samples) for samples in (_SAMPLES, _SAMPLES + 1)]
     form = model.output_form(sample, _SAMPLES, target_key) or model.real_form(batches, _SAMPLES, target_key)
     if form is None:
         warn_untried("the model cannot run on a few samples")
         return loss
-    form, target = shorten_sequences(form, _repeat_samples(split_batch(sample, target_key).target, _SAMPLES))
+    form, target = shorten_sequences(form, repeat_samples(split_batch(sample, target_key).target, _SAMPLES))
     for dtype in _TOLERANCES:
         for change in _CHANGES:
             output = form.make(torch.Generator().manual_seed(0), dtype, change)
             try:
                 with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                    return _Trial(loss, form, output, _in_dtype(target, dtype), _TOLERANCES[dtype]).result()
+                    return _Trial(loss, form, output, in_dtype(target, dtype), _TOLERANCES[dtype]).result()
             except InputError:
                 raise
             except Exception:  # whatever the function raises on values that its model would not return
@@ -88,7 +89,7 @@ def find_model_loss(model: nn.Module, sample: Any) -> Loss:
     if loss.kind == "terms" or is_large or any(p.is_meta for p in parameters):
         return loss
     device = model_device(model)
-    batch = tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, _repeat_samples(sample, 2))
+    batch = tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, repeat_samples(sample, 2))
     for training in (False, True):
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]), _in_mode(model, training), _left_out(loss):
@@ -126,7 +127,7 @@ def _divided(loss: Loss, cases: list[list[Any]], tolerance: float) -> Loss:
 
 def _model_losses(loss: Loss, model: nn.Module, batch: Any) -> list[Any]:
     """Returns the loss of two samples together, and the losses of each."""
-    return [_model_loss(loss, model, rows) for rows in (batch, *(_rows(batch, row, 2) for row in range(2)))]
+    return [_model_loss(loss, model, rows) for rows in (batch, *(sample_rows(batch, row, 2) for row in range(2)))]
 
 
 @contextmanager
@@ -232,7 +233,7 @@ class _Trial:
 
     def _is_counted(self, counted: CountedByTarget, case: _Case) -> bool:
         """Whether the loss is a mean over numbers of the target."""
-        counts = [float(counted.count(_rows(case.target, row, _SAMPLES))) for row in range(_SAMPLES)]
+        counts = [float(counted.count(sample_rows(case.target, row, _SAMPLES))) for row in range(_SAMPLES)]
         values = [total if count else 0.0 for (total, _), count in zip(case.parts, counts, strict=True)]
         return self._is_quotient(case, [(value * count, count) for value, count in zip(values, counts, strict=True)])
 
@@ -268,7 +269,7 @@ class _Trial:
         return float(result[0] / result[1]) if isinstance(result, tuple) else float(result)
 
     def _rows(self, target: Any, row: int) -> tuple[Any, Any]:
-        return self._form.rows(self._output, row), _rows(target, row, _SAMPLES)
+        return self._form.rows(self._output, row), sample_rows(target, row, _SAMPLES)
 
     @cached_property
     def _counted(self) -> LossFunction:
@@ -362,44 +363,6 @@ def _counted_mean(function: LossFunction, output: Any, target: Any) -> CountedMe
     if not counts or any(count is not counts[0] and count != counts[0] for count in counts[1:]):
         raise _NoCount
     return CountedMean(value, counts[0])
-
-
-# ---- samples
-
-
-def _repeat_samples(target: Any, samples: int) -> Any:
-    listed = listed_samples(target)
-    if listed is not None:
-        return take_listed(target, [row % listed for row in range(samples)])
-    size = count_rows(target)
-
-    def repeat(value: Any) -> Any:
-        if not _has_rows(value) or value.shape[0] != size:
-            return value
-        return value.detach().cpu()[[row % size for row in range(samples)]]
-
-    return tree_map(repeat, target)
-
-
-def _has_rows(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
-
-
-def _rows(target: Any, row: int, samples: int) -> Any:
-    if listed_samples(target) is not None:
-        return take_listed(target, [row])
-
-    def pick(value: Any) -> Any:
-        return value[row : row + 1] if _has_rows(value) and value.shape[0] == samples else value
-
-    return tree_map(pick, target)
-
-
-def _in_dtype(target: Any, dtype: torch.dtype) -> Any:
-    def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-    return tree_map(cast, target)
 
 
 def _close(a: Any, b: Any, tolerance: float) -> bool:

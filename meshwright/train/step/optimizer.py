@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -218,3 +219,10 @@ def _split_no_decay(groups: Sequence[ParameterGroup], module: nn.Module) -> list
         if not_decayed:
             split.append({**group, "names": not_decayed, "weight_decay": 0.0})
     return split
+
+
+def call_around_steps(optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Calls these methods before and after each step of the optimizer, without keeping their object alive."""
+    before_step, after_step = WeakMethod(before), WeakMethod(after)
+    optimizer.register_step_pre_hook(lambda *_: method() if (method := before_step()) else None)
+    optimizer.register_step_post_hook(lambda *_: method() if (method := after_step()) else None)
