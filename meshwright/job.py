@@ -42,7 +42,7 @@ def _check_name(name: str) -> str:
     if not re.fullmatch(r"\w[\w.-]*", name):
         raise PydanticCustomError(
             "name",
-            "write letters, digits, '_', '.' and '-' only, and begin with one of the first three, as folders get"
+            "write letters, digits, '_', '.' and '-' only, and begin with a letter, a digit or '_', as folders get"
             " this name",
         )
     return name

@@ -227,7 +227,7 @@ def test_files_in_the_working_folder_are_found_too(tmp_path: Path, monkeypatch: 
         (
             "name",
             ".",
-            "name is '.': write letters, digits, '_', '.' and '-' only, and begin with one of the first three",
+            "name is '.': write letters, digits, '_', '.' and '-' only, and begin with a letter, a digit or '_'",
         ),
         ("name", "a/b", "name is 'a/b': write letters, digits, '_', '.' and '-' only"),
     ],

@@ -76,7 +76,7 @@ def test_no_value_becomes_yaml_or_a_variable() -> None:
 
 @pytest.mark.parametrize(
     ("name", "resource"),
-    [("My_Job.v2", "my-job-v2"), ("2nd", "job-2nd"), ("---", "job"), ("x" * 80, "x" * 50), ("Ünder_", "nder")],
+    [("My_Job.v2", "my-job-v2"), ("2nd", "job-2nd"), ("___", "job"), ("x" * 80, "x" * 50), ("Ünder_", "nder")],
 )
 def test_names_are_made_fit_for_kubernetes(name: str, resource: str) -> None:
     assert manifest(job=toy_job(name=name))["metadata"]["name"] == resource
