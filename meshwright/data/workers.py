@@ -42,14 +42,14 @@ def load_items(dataset: Dataset[Any], loading: LoadingOptions, keys: Iterable[An
     )
     with _signals_blocked():
         iterator = iter(loader)
-    limited = nullcontext if loading.timeout_s is None else partial(_TimeLimit, iterator, loading)
+    limit = None if loading.timeout_s is None else _TimeLimit(iterator, loading)
     # A rank with a GPU reads its samples with one thread, as worker processes do: on machines on which waking a thread
     # takes milliseconds, several threads make the small operators of a data set slow.
     reading = _one_thread if loading.workers == 0 and loader.pin_memory else nullcontext
     try:
         while True:
             try:
-                with reading(), limited():
+                with reading(), limit or nullcontext():
                     data = next(iterator)
             except StopIteration:
                 return
@@ -67,7 +67,9 @@ def load_items(dataset: Dataset[Any], loading: LoadingOptions, keys: Iterable[An
             yield data
             del data  # frees the batch while waiting for the next one
     finally:
-        del iterator, limited
+        if limit is not None:
+            limit.close()
+        del iterator, limit
 
 
 def _timeout(loading: LoadingOptions) -> dict[str, Any]:
@@ -75,42 +77,57 @@ def _timeout(loading: LoadingOptions) -> dict[str, Any]:
 
 
 class _TimeLimit:
-    """A context in which the rank takes one batch. Torch limits how long the rank waits until a worker begins to hand a
-    batch over. If the worker stops in the middle of that, torch waits in a read that has no limit. A thread then kills
-    the workers, which ends the read with an exception, and the context raises the error that names the worker."""
+    """A context in which the rank takes a batch, for each batch again. Torch limits how long the rank waits until a
+    worker begins to hand a batch over. If the worker stops in the middle of that, torch waits in a read that has no
+    limit. One thread for all batches then kills the workers, which ends the read with an exception, and the context
+    raises the error that names the worker."""
 
     def __init__(self, iterator: Any, loading: LoadingOptions) -> None:
+        assert loading.timeout_s is not None
         self._iterator = iterator
         self._loading = loading
+        self._limit_s = loading.timeout_s + _TORCH_FIRST_S
         self._changed = threading.Condition()
         self._end: float | None = None  # when the time of the batch is over; None when it is there
+        self._is_idle = False  # whether the thread waits until the next batch is taken
+        self._is_closed = False
         self._late: RankError | None = None
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def __enter__(self) -> None:
-        assert self._loading.timeout_s is not None
         with self._changed:
-            self._end = time.monotonic() + self._loading.timeout_s + _TORCH_FIRST_S
-        threading.Thread(target=self._watch, daemon=True).start()
+            self._end = time.monotonic() + self._limit_s
+            if self._is_idle:
+                self._changed.notify()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._changed:
             self._end = None
-            self._changed.notify_all()
             late = self._late
         if late is not None and (kind is None or issubclass(kind, Exception)):
             raise late from None
 
+    def close(self) -> None:
+        """Ends the thread."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+
     def _watch(self) -> None:
         with self._changed:
-            while self._end is not None:
-                left_s = self._end - time.monotonic()
-                if left_s <= 0:
-                    self._late = _late_worker(self._iterator, self._loading)
-                    _kill_workers(self._iterator)
-                    if not hasattr(self._iterator, "_pin_memory_thread"):  # a thread of torch waits instead
-                        self._iterator._worker_result_queue._writer.close()  # the last writer: the read ends
+            while not self._is_closed:
+                left_s = None if self._end is None else self._end - time.monotonic()
+                if left_s is not None and left_s <= 0:
+                    self._end_the_read()
                     return
+                self._is_idle = left_s is None
                 self._changed.wait(left_s)
+
+    def _end_the_read(self) -> None:
+        self._late = _late_worker(self._iterator, self._loading)
+        _kill_workers(self._iterator)
+        if not hasattr(self._iterator, "_pin_memory_thread"):  # a thread of torch waits instead
+            self._iterator._worker_result_queue._writer.close()  # the last writer: the read ends
 
 
 def _late_worker(iterator: Any, loading: LoadingOptions) -> RankError:

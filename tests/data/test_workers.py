@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing import connection, reduction
@@ -205,3 +206,21 @@ def test_a_worker_that_is_stopped_at_any_moment_is_named_and_ended(stop: Callabl
         for _ in batches:
             pass
     wait_until(lambda: child_processes() <= before, "the workers have ended")
+
+
+def test_one_thread_limits_all_batches_and_no_pause_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[object] = []
+    monkeypatch.setattr(workers, "_TORCH_FIRST_S", 0.0)
+    monkeypatch.setattr(workers._TimeLimit, "_end_the_read", lambda limit: ended.append(limit))
+    before = threading.active_count()
+    limit = workers._TimeLimit(None, LoadingOptions(workers=1, timeout_s=1))
+    for _ in range(50):
+        with limit:
+            pass
+    assert threading.active_count() <= before + 1
+    time.sleep(1.5)
+    assert not ended
+    with limit:
+        wait_until(lambda: bool(ended), "the time is over")
+    limit.close()
+    assert ended == [limit]
