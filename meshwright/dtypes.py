@@ -62,6 +62,10 @@ DTYPE_NAMES: dict[str, Dtype] = {torch_name(TORCH_DTYPES[name]): name for name i
 DTYPES_BY_TORCH_NAME: dict[str, torch.dtype] = {name: TORCH_DTYPES[ours] for name, ours in DTYPE_NAMES.items()}
 ITEM_BYTES: dict[str, int] = {name: dtype.itemsize for name, dtype in DTYPES_BY_TORCH_NAME.items()}
 
+# In the files of a checkpoint every piece of a tensor begins at a multiple of this many bytes, so that it can be mapped
+# into memory.
+PIECE_ALIGNMENT = 64
+
 
 class TensorStandIn:
     """The base class of objects that stand for a tensor in functions that torch compiles."""

@@ -19,13 +19,12 @@ from meshwright.checkpoint.chunks import Box, ChunkedTensor, chunks_of
 from meshwright.checkpoint.index import DTYPES
 from meshwright.checkpoint.manifest import FileChecksum
 from meshwright.checkpoint.state import State
-from meshwright.dtypes import torch_name
+from meshwright.dtypes import PIECE_ALIGNMENT, torch_name
 from meshwright.errors import CheckpointError
 from meshwright.files.storage import writing
 from meshwright.plain_values import NotPlainError, tensor_bytes, to_json
 
 _BLOCK = 2**22  # bytes that are written at once
-_ALIGNMENT = 64  # every piece begins at a multiple of this many bytes, so that it can be mapped into memory
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def plan_files(descriptions: Sequence[str]) -> WritePlan:
         pieces = []
         for (offsets, sizes), ranks in holders[key].items():
             rank = min(ranks, key=lambda rank: (ends[rank], rank))
-            begin = -(-ends[rank] // _ALIGNMENT) * _ALIGNMENT
+            begin = -(-ends[rank] // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
             ends[rank] = begin + math.prod(sizes) * DTYPES[dtype].itemsize
             shares[rank].pieces.append((key, offsets, sizes, begin))
             pieces.append({"offsets": offsets, "sizes": sizes, "file": names[rank], "begin": begin})

@@ -47,6 +47,7 @@ class OptimizerCost:
     all earlier work. Otherwise it launches them ahead of time. `has_fused` says whether torch has a fused
     implementation, `is_fused` whether the cost is that of the fused step, which goes over all tensors once.
     `elementwise`: some rows of a parameter can be updated as if they were the whole (`is_elementwise`).
+    `state_numbers`: tensors of a few numbers, such as the number of steps, in the state of each parameter.
     """
 
     state_ratio: float
@@ -58,6 +59,7 @@ class OptimizerCost:
     has_fused: bool = False
     is_fused: bool = False
     elementwise: bool = True
+    state_numbers: float = 0.0
 
     def fused(self) -> "OptimizerCost":
         """The cost of the fused step; the same cost if there is none."""
@@ -87,7 +89,8 @@ def measure_optimizer_cost(
     multi_tensor = multi_tensor and any("foreach" in group for group in optimizer.param_groups)
     _set_gradients(parameters)
     optimizer.step()  # creates the state
-    state = [value for entry in optimizer.state.values() for value in entry.values() if _is_large(value)]
+    tensors = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
+    state = [tensor for tensor in tensors if tensor.numel() >= _ELEMENTS]
     recorder = TraceRecorder({}, frozenset())
     _set_gradients(parameters)
     recorder.register_existing([parameters, [p.grad for p in parameters], list(optimizer.state.values())])
@@ -105,6 +108,7 @@ def measure_optimizer_cost(
         traffic_ratio=0.0 if multi_tensor else sum(map(_traffic_bytes, operators)) / parameter_bytes,
         has_fused="fused" in optimizer.defaults,
         elementwise=is_elementwise(optimizer),
+        state_numbers=(len(tensors) - len(state)) / len(parameters),
     )
 
 
@@ -132,10 +136,6 @@ def _traffic_bytes(operator: RecordedOperator) -> int:
     else:
         written_in_place = operator.shape[0] * ITEM_BYTES.get(operator.dtype, 4)
     return operator.bytes + written_in_place if operator.bytes >= _ELEMENTS else 0
-
-
-def _is_large(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() >= _ELEMENTS
 
 
 def optimizer_cost(template: torch.optim.Optimizer | None, on_gpu: bool) -> OptimizerCost:

@@ -2,14 +2,19 @@
 (`checkpoint.asynchronous`). The copy stays allocated between checkpoints: in the memory of the rank on CPUs, in CPU
 memory on GPUs.
 
-    copy = (sum over parameters of  bytes · (1 + optimizer state per byte) + buffers) / ranks of the stage   copy_bytes
+    copy   = (sum over parameters of  pieces · aligned(piece) · (1 + optimizer state per byte)
+              + aligned(4) · numbers in the optimizer's state  + buffers) / ranks of the stage       copy_bytes
+    pieces = bytes / piece                     into which the tensor, expert and shard axes divide the parameter
+    aligned(b) = b, rounded up to a multiple of 64 bytes, at which every piece begins                _aligned
 
 `bytes` are those of the whole parameter. However the axes divide or repeat it among the ranks of its pipeline stage,
 they write it once, together: a region that several ranks hold is written by the one with the fewest bytes so far.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 
+from meshwright.dtypes import PIECE_ALIGNMENT
 from meshwright.plan import Plan
 from meshwright.profile.optimizer import OptimizerCost
 from meshwright.profile.values import ModelProfile, Parameter
@@ -36,5 +41,13 @@ def copy_bytes(
     total = buffer_bytes
     for parameter in parameters:
         state = 1 + (optimizer.state_ratio if parameter.trainable else 0.0)
-        total += whole.get(parameter.names[0], float(parameter.bytes)) * state
+        piece_bytes = max(parameter.bytes / plan.axes.shard, 1.0)
+        pieces = whole.get(parameter.names[0], float(parameter.bytes)) / piece_bytes
+        total += pieces * _aligned(piece_bytes) * state
+        if parameter.trainable:
+            total += optimizer.state_numbers * _aligned(4)
     return total / ranks
+
+
+def _aligned(size_bytes: float) -> int:
+    return math.ceil(size_bytes / PIECE_ALIGNMENT) * PIECE_ALIGNMENT
