@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from meshwright.collectives.reducers import make_reducer
 from meshwright.collectives.scheduled import ScheduledReducer
 from meshwright.collectives.shared_memory import segment
 from meshwright.collectives.shared_memory.reducer import SharedMemoryReducer
-from meshwright.collectives.shared_memory.two_level import machines_of
+from meshwright.collectives.shared_memory.two_level import TwoLevelMemoryReducer, machines_of
 from meshwright.collectives.small_sums import make_small_sums
 from meshwright.errors import InputError
 from tests.collectives.world_group import world_group
@@ -91,6 +92,11 @@ def test_between_machines_memory_is_shared_within_each(four: RankPool, table: st
 def test_with_unequal_machines_auto_uses_the_backend_and_says_why(four: RankPool) -> None:
     for reason, _ in four.run(reduce_on_two_machines, "aaab"):
         assert reason.startswith("machines with 3, 1 ranks cannot combine slices")
+
+
+def test_machines_with_two_and_three_ranks_are_refused() -> None:
+    with pytest.raises(InputError, match=r"^machines with 2, 3 ranks cannot combine slices"):
+        TwoLevelMemoryReducer(Mock(), [[0, 1], [2, 3, 4]])
 
 
 def send_on_two_levels(rank: int, size: int, table: str) -> tuple[bool, list[list[tuple[int, int, int]]]]:

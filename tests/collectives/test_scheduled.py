@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.collectives.reducer import Reducer
-from meshwright.collectives.scheduled import ScheduledReducer
+from meshwright.collectives.scheduled import MissingRankFinder, ScheduledReducer
 from meshwright.collectives.schedules.builders import build
 from meshwright.errors import CollectiveError
 from tests import ranks as ranks_file
@@ -151,3 +151,20 @@ def test_every_other_rank_names_the_rank_that_died(
     assert set(messages) == {0, 1, 3}
     for text in messages.values():
         assert re.match(r"ring all-reduce of bucket 1: rank 2 is gone", text)
+
+
+def missing_ranks(rank: int, world: int) -> str:
+    """Both ranks report that the other one did not answer."""
+    finder = MissingRankFinder(world_group())
+    dist.barrier()
+    text = finder.describe(1 - rank)
+    dist.barrier()
+    MissingRankFinder(world_group())  # removes the report
+    return text
+
+
+def test_a_rank_that_is_itself_reported_says_who_gave_up(two: RankPool) -> None:
+    assert two.run(missing_ranks) == [
+        "rank 1 gave up waiting for this rank, 0",
+        "rank 0 gave up waiting for this rank, 1",
+    ]

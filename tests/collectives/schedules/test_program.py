@@ -25,6 +25,7 @@ def run_together(rank_programs: list[RankProgram]) -> None:
             message = rank_programs[rank].sends[number]
             key = (rank, message.transfer.peer, message.number)
             assert key not in in_flight, "two messages have the same tag"
+            assert message.begin < message.end, "an empty message is sent"
             in_flight[key] = (message.begin, message.end)
 
     for rank, program in enumerate(rank_programs):

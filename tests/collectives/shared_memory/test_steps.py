@@ -3,6 +3,7 @@ The ranks here are threads of one process."""
 
 import ctypes
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.collectives.shared_memory import compiled_helper, segment
+from meshwright.collectives.shared_memory import compiled_helper, reducer, segment
 from meshwright.collectives.shared_memory.python_steps import PythonSteps
 from meshwright.collectives.shared_memory.reducer import Implementation
 from meshwright.collectives.shared_memory.segment import Descriptor
@@ -108,3 +109,27 @@ def test_slices_are_adjacent_and_begin_at_cache_lines(world: int) -> None:
             assert cuts[-1] == count
             assert cuts == sorted(cuts)
             assert all(cut * item % 128 == 0 for cut in cuts if cut < count)
+
+
+def test_waiting_for_a_rank_gives_up_after_a_tenth_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the caller looks whether the rank still lives. Here time passes only in `sleep`."""
+    (steps, _), _ = _make_steps("python", 2)
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr(time, "monotonic", lambda: 100 + sum(slept))
+    steps.start(Descriptor(count=3, type=TYPES[torch.float32], bucket=0), torch.zeros(3))
+    assert steps.wait(1) == WAITING
+    assert 0.1 <= sum(slept) < 0.2
+    assert steps.why()[:2] == (1, 1)
+
+
+@pytest.mark.parametrize("keeps_order", [True, False])
+def test_steps_in_python_have_a_fence_where_the_processor_reorders_writes(
+    keeps_order: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled_helper, "has_total_store_order", lambda: keeps_order)
+    helper = compiled_helper.load_helper(None)
+    assert isinstance(helper, ctypes.CDLL)
+    steps = reducer._make_steps("python", helper, 0, [segment.create_segment()[1]], [os.getpid()])
+    assert isinstance(steps, PythonSteps)
+    assert (steps._fence is helper.fence) is not keeps_order
