@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # What users rely on beyond the core, each group by itself (tests/selection/groups.py).
 GROUPS := compat docs validation
 
-.PHONY: setup demo test $(GROUPS:%=test-%) check soak docs reference validate peers ray clean
+.PHONY: setup demo test $(GROUPS:%=test-%) check soak sanitize docs reference validate peers ray clean
 
 setup: $(VENV)/ready
 
@@ -47,6 +47,10 @@ $(GROUPS:%=test-%): test-%: setup
 SHARD ?= 1/11
 soak: setup
 	$(PYTEST) -m soak --durations 10 --shard $(SHARD)
+
+# The C code under gcc's sanitizers: a million exchanges, in about half an hour on two cores. They are part of the soak.
+sanitize: setup
+	$(PYTEST) -m soak --durations 5 tests/sanitizers
 
 # The site of the documentation. Dead links and anchors are errors.
 docs: setup

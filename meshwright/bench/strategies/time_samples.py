@@ -18,6 +18,8 @@ from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Self
 
+from meshwright.launch.stall.position import stack_of
+
 _INTERVAL_S = 0.001
 _TASKS = Path("/proc/self/task")
 _LISTED_EVERY = 50  # samples, after which new threads are looked for
@@ -67,15 +69,12 @@ class TimeSampler:
         states.close()
 
     def _is_exchanging(self, frame: FrameType | None) -> bool:
-        for _ in range(_DEEPEST):
-            if frame is None:
-                return False
-            code = frame.f_code
+        for inner, _ in stack_of(frame)[: -_DEEPEST - 1 : -1]:
+            code = inner.f_code
             if code not in self._is_exchange_code:
                 self._is_exchange_code[code] = any(part in code.co_filename for part in _EXCHANGING)
             if self._is_exchange_code[code]:
                 return True
-            frame = frame.f_back
         return False
 
 

@@ -259,7 +259,7 @@ int group_start(Group *g, const Descriptor *d, char *address) {
     const int64_t sequence = g->started + 1, entry = sequence % RING;
     mine->ring[entry] = *d;
     g->addresses[entry] = address;
-    if (d->staged) memcpy(mine->stage[entry], address, d->count * width_of(d->type));
+    if (d->staged && d->count) memcpy(mine->stage[entry], address, d->count * width_of(d->type));
     g->started = sequence;
     __atomic_store_n(&mine->published, sequence, __ATOMIC_RELEASE);
     return advance(g, sequence, 0);

@@ -86,7 +86,7 @@ static inline half to_half(float f) {
 LOOPS(float32, float, float, SAME, SAME)
 LOOPS(float64, double, double, SAME, SAME)
 LOOPS(bfloat16, uint16_t, float, from_bf16, to_bf16)
-LOOPS(int64, int64_t, int64_t, SAME, SAME)
+LOOPS(int64, uint64_t, uint64_t, SAME, SAME) // sums wrap at overflow, like torch's; with signed numbers C leaves it open
 
 #if defined(__aarch64__) && defined(__FLT16_MANT_DIG__)
 // Written by hand, four numbers at a time: compilers convert one number after the other, which takes 2.5 times as long.
@@ -195,7 +195,7 @@ REDUCE(float32, float, float)
 REDUCE(float64, double, double)
 REDUCE(bfloat16, uint16_t, float)
 REDUCE(float16, half, float)
-REDUCE(int64, int64_t, int64_t)
+REDUCE(int64, uint64_t, uint64_t)
 
 static int64_t width_of(int64_t type) { return type == FLOAT64 || type == INT64 ? 8 : type == FLOAT32 ? 4 : 2; }
 

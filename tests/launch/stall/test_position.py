@@ -1,15 +1,19 @@
 """Where a thread is, from its stack: modules by name, the data loader, collectives, the line of the user's code."""
 
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from meshwright.launch.stall.position import Position, find_position, stack_of, stack_of_error
+from tests.forking.environment import REPOSITORY
+from tests.launch.stall.running_thread import LOOKS, WAYS
 
 
 class Waiting(nn.Module):
@@ -86,3 +90,11 @@ def test_the_position_of_an_error_is_where_it_was_raised() -> None:
         position = find_position(stack_of_error(error.__traceback__))
     assert position.module == "0"
     assert "fail (test_position.py, line" in position.place
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_stack_is_read_while_its_thread_runs_on(way: str) -> None:
+    """In another process, because the interpreter crashed."""
+    command = [sys.executable, "-m", "tests.launch.stall.running_thread", way]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
+    assert (run.returncode, run.stdout) == (0, f"{LOOKS}\n"), run.stderr
