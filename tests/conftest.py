@@ -5,6 +5,7 @@ import gc
 import os
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,12 +124,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--group", choices=GROUPS, help="run only the tests of one target of the Makefile (tests/selection/groups.py)"
     )
     parser.addoption("--costs", type=int, metavar="N", help="print what tests cost, and the N most expensive ones")
+    parser.addoption("--keep-costs", type=Path, metavar="FILE", help="write what each test costs into a JSON file")
     parser.addoption("--shard", metavar="I/N", help="run the I-th of N parts: of each matrix of tests every N-th case")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if (rows := config.getoption("--costs")) is not None:
-        config.pluginmanager.register(Costs(rows))
+    rows, file = config.getoption("--costs"), config.getoption("--keep-costs")
+    if rows is not None or file is not None:
+        config.pluginmanager.register(Costs(rows, file))
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,11 +1,14 @@
 """The seconds of processors that tests use are counted, with those of the processes that they start."""
 
+import json
 import os
+from pathlib import Path
 
 import pytest
 
+from tests.forking.environment import REPOSITORY
 from tests.forking.forked import fork
-from tests.selection.costs import cost_table, used_s
+from tests.selection.costs import cost_table, keep_costs, used_s
 
 pytest_plugins = ["pytester"]
 BUSY_S = 0.3
@@ -16,6 +19,11 @@ from tests.selection.costs import Costs
 
 def pytest_configure(config):
     config.pluginmanager.register(Costs(2))
+"""
+IMPORTS = f"""
+import pytest, sys
+from pathlib import Path
+sys.path.insert(0, {str(REPOSITORY)!r})
 """
 FILE = f"""
 import pytest, time
@@ -72,6 +80,23 @@ def test_a_shared_fixture_is_not_charged_to_the_test_that_is_first_to_use_it(pyt
     assert costs["test_costs_of.py::test_b"] >= BUSY_S / 2 * 0.9
     assert costs.get("test_costs_of.py::test_a", 0.0) < BUSY_S / 2
     assert len([name for name in costs if "::test_" in name]) == 2
+
+
+def test_costs_are_kept_in_place_of_those_of_the_same_tests(tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    keep_costs(file, {"a": 1.0, "b": 2.04})
+    keep_costs(file, {"b": 3.26, "c": 0.0})
+    assert json.loads(file.read_text()) == {"a": 1.0, "b": 3.3, "c": 0.0}
+
+
+def test_workers_send_their_costs(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(CONFTEST.replace("Costs(2)", "Costs(2, Path('kept.json'))").replace("import pytest", IMPORTS))
+    pytester.makepyfile(test_costs_of=FILE)
+    pytester.runpytest_subprocess("-p", "no:cacheprovider", "-n", "1")
+    kept = json.loads((pytester.path / "kept.json").read_text())
+    assert kept["test_costs_of.py::test_a"] >= BUSY_S * 0.9, "the first test of a fixture has its cost"
+    assert kept["test_costs_of.py::test_b"] >= BUSY_S / 2 * 0.9
+    assert len(kept) == 3
 
 
 def test_tables_are_sorted_and_summed_by_folder() -> None:
