@@ -10,8 +10,13 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Tests start many processes, which would otherwise compile the package again each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-# What users rely on beyond the core, each group by itself (tests/selection/groups.py).
-GROUPS := compat docs validation
+# In CI, where everything was installed that can be, a test that is skipped for another reason than the machine's fails.
+ifdef CI_SKIPS
+PYTEST += --no-other-skips
+endif
+
+# What the core leaves out, each group by itself (tests/selection/groups.py).
+GROUPS := proofs launch compat docs validation
 
 .PHONY: setup demo test $(GROUPS:%=test-%) check soak sanitize docs reference validate peers ray clean
 
@@ -35,18 +40,19 @@ check: setup
 	$(BIN)/mypy --num-workers 2
 
 # Two at a time, a file at a time: what a file has traced or started once serves all its tests. Tests start ranks, so two
-# at a time keep two cores busy for 95% of the time: what makes them faster is less work.
+# at a time keep two cores busy for 95% of the time: what makes them faster is less work. The core has the cheapest cases
+# of each test; `make test test-proofs test-launch` runs all of them that take no hours.
 test: check
 	$(PYTEST) -m "not soak" --group=core --durations 10
 
 $(GROUPS:%=test-%): test-%: setup
 	$(PYTEST) -m "not soak" --group=$* --durations 5
 
-# The long tests take hours. One of eleven parts has every eleventh case of each matrix, and takes less than 30 minutes on
-# two cores. `make soak SHARD=2/11` runs the next part, `make soak SHARD=1/1` all of them.
-SHARD ?= 1/11
+# The long tests take hours. They are cut into parts of at most ten minutes on two cores (tests/selection/parts.py), and
+# the summary says how many there are. CI runs the part of the number of commits. `make soak PART=all` runs all of them.
+PART ?= 0
 soak: setup
-	$(PYTEST) -m soak --durations 10 --shard $(SHARD)
+	$(PYTEST) -m soak --durations 10 $(if $(filter all,$(PART)),,--part $(PART))
 
 # The C code under gcc's sanitizers: a million exchanges, in about half an hour on two cores. They are part of the soak.
 sanitize: setup

@@ -1,9 +1,8 @@
-"""Pools of ranks that many tests share, and the order, groups and shards of tests."""
+"""Pools of ranks that many tests share, and the order, groups and parts of tests."""
 
 import errno
 import gc
 import os
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,9 @@ from tests.forking.forked import spawn_by_forking
 from tests.forking.leftovers import adopt_orphans, leaving_nothing
 from tests.ranks import RankPool, enable_onednn, ranks
 from tests.selection.costs import Costs
-from tests.selection.groups import GROUPS, cover_table, tests_of_group
+from tests.selection.groups import GROUPS, cover_table, items_of_group
+from tests.selection.parts import Part
+from tests.selection.skips import NoOtherSkips
 from validation.speed.step_digest import table_state
 
 settings.register_profile("meshwright", deadline=None)  # no test fails because a core is busy
@@ -125,27 +126,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--costs", type=int, metavar="N", help="print what tests cost, and the N most expensive ones")
     parser.addoption("--keep-costs", type=Path, metavar="FILE", help="write what each test costs into a JSON file")
-    parser.addoption("--shard", metavar="I/N", help="run the I-th of N parts: of each matrix of tests every N-th case")
+    parser.addoption(
+        "--no-other-skips",
+        action="store_true",
+        help="fail if a test is skipped that can run (tests/selection/skips.py)",
+    )
+    parser.addoption("--part", type=int, metavar="N", help="run part N of the soak (tests/selection/parts.py)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--no-other-skips") and not IS_WORKER:
+        config.pluginmanager.register(NoOtherSkips())
     rows, file = config.getoption("--costs"), config.getoption("--keep-costs")
     if rows is not None or file is not None:
         config.pluginmanager.register(Costs(rows, file))
+    if (part := config.getoption("--part")) is not None:
+        config.pluginmanager.register(Part(part))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Puts long files first, and leaves only the tests of one group and one shard, of those that `-m` has left."""
+    """Puts long files first, and leaves only the tests of one group, of those that `-m` has left."""
 
     def start_order(item: pytest.Item) -> int:
         return next((number for number, name in enumerate(_LONG) if item.path.as_posix().endswith(name)), len(_LONG))
 
     items.sort(key=start_order)
     if group := config.getoption("--group"):
-        items[:] = tests_of_group(items, group)
-    if shard := config.getoption("--shard"):
-        items[:] = _tests_of_shard(items, shard)
+        items[:] = items_of_group(items, group)
 
 
 def pytest_collection_finish() -> None:
@@ -154,31 +162,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Says what was run of a group, what was skipped and why, and whether the table of the sweep was measured with the
-    step's files as they are."""
-    if terminalreporter.config.getoption("--group") is not None:
+    """Says whether the table of the sweep was measured with the step's files as they are, what was run of a group or a
+    part, and what was skipped and why."""
+    if line := table_state():
+        terminalreporter.write_line(line, yellow=True)
+    if {terminalreporter.config.getoption(name) for name in ("--group", "--part")} != {None}:
         reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("skipped")]
         terminalreporter.section("tests by folder")
         for row in cover_table(reports):
             terminalreporter.write_line(row)
-    if line := table_state():
-        terminalreporter.write_line(line, yellow=True)
-
-
-def _tests_of_shard(items: list[pytest.Item], shard: str) -> list[pytest.Item]:
-    """Deals out the cases of each test function to the shards in turn, beginning with one that depends on the
-    function's name. So each shard has a part of every large matrix, and a new test changes the shards of no other
-    function."""
-    number, _, count = (int(part) if part.isdigit() else 0 for part in shard.partition("/"))
-    if not 1 <= number <= count:
-        raise pytest.UsageError(f"--shard {shard}: write I/N with 1 <= I <= N; 1/1 runs all tests")
-    next_shard: dict[str, int] = {}
-    selected = []
-    for item in items:
-        function = item.nodeid.partition("[")[0]
-        position = next_shard.setdefault(function, zlib.crc32(function.encode()))
-        if position % count == number - 1:
-            selected.append(item)
-        next_shard[function] = position + 1
-    return selected

@@ -78,6 +78,7 @@ def test_recomputing_keeps_a_step_equal_to_the_bit(name: str, kind: Recompute) -
         assert torch.equal(value, recomputed[key]), key
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", all_but({"gpt"}, ["gpt", "resnet18"]))
 def test_recomputing_saves_fewer_bytes_and_costs_more_flops(name: str) -> None:
     model, batch, loss = small_model(name)

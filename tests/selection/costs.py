@@ -8,10 +8,8 @@ else the machine does.
 
 Of the setup of a fixture that serves several tests, the costs are the fixture's, not the first test's.
 
-`pytest --keep-costs FILE` writes the seconds of each test into a JSON file, among those that are in it. The setup of a
-fixture counts for the first test that uses it."""
+`pytest --keep-costs FILE` writes the seconds of each test into a file (measured.py)."""
 
-import json
 import os
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping
@@ -20,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.selection.measured import keep_s
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _ROWS = 12  # of the tables of files and fixtures
@@ -32,15 +32,12 @@ class Costs:
         self.rows, self.file = rows, file
         self.tests: dict[str, float] = defaultdict(float)
         self.fixtures: dict[str, float] = defaultdict(float)
-        self.with_fixtures: dict[str, float] = defaultdict(float)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
         shared, before = sum(self.fixtures.values()), used_s()
         result = yield
-        used = used_s() - before
-        self.with_fixtures[item.nodeid] += used
-        self.tests[item.nodeid] += used - (sum(self.fixtures.values()) - shared)
+        self.tests[item.nodeid] += used_s() - before - (sum(self.fixtures.values()) - shared)
         return result
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -55,31 +52,24 @@ class Costs:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """A worker of pytest-xdist sends its costs to the process that started it."""
         if (sent := getattr(session.config, "workeroutput", None)) is not None:
-            sent["costs"] = [dict(self.tests), dict(self.fixtures), dict(self.with_fixtures)]
+            sent["costs"] = [dict(self.tests), dict(self.fixtures)]
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         """Adds those of a worker that has ended; one that was killed has sent none."""
         received = getattr(node, "workeroutput", {}).get("costs", [])
-        for costs, of_worker in zip((self.tests, self.fixtures, self.with_fixtures), received, strict=False):
+        for costs, of_worker in zip((self.tests, self.fixtures), received, strict=False):
             for name, used in of_worker.items():
                 costs[name] += used
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self.file is not None:
-            keep_costs(self.file, self.with_fixtures)
+            keep_s(self.file, self.tests)
         if self.rows is None:
             return
         terminalreporter.section("seconds of processors")
         for line in cost_table(self.tests, self.fixtures, self.rows):
             terminalreporter.write_line(line)
-
-
-def keep_costs(file: Path, costs: Mapping[str, float]) -> None:
-    """Writes the costs into a file, in place of those of the same tests that are in it."""
-    kept = json.loads(file.read_text()) if file.exists() else {}
-    kept |= {name: round(used, 1) for name, used in costs.items()}
-    file.write_text(json.dumps(kept, indent=0, sort_keys=True) + "\n")
 
 
 def used_s() -> float:

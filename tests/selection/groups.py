@@ -1,21 +1,36 @@
-"""Which tests belong to which target of the Makefile, and a table of what was run.
+"""Which tests belong to which target of the Makefile, and a table of what was run. Each test belongs to one.
 
-    core         `make test`: everything that is not in another group, and the tests marked `door`
-    compat       `make test-compat`: the doors for people who come with other libraries, and what is written for these
+    core         `make test`
+    proofs       `make test-proofs`: plans that are trained and compared with one process
+    launch       `make test-launch`: commands, launchers, other users of the machine, and processes that end early
+    compat       `make test-compat`: other libraries' training, and what is written for these
     docs         `make test-docs`: the blocks of the documentation, the notebooks and the site
     validation   `make test-validation`: published training runs, and the programs that measure
 
-A folder of `tests/` is in `core` unless it is listed here, so a new folder is always tested by `make test`."""
+What is not listed in `PATHS` is in the core, so new files are always tested by `make test`. Of the others, the core has
+
+    proofs, launch   of each test function the cases that use least, up to `CORE_S` seconds of processors together; the
+                     first of them may use `FIRST_S`                                                (`cheapest_cases`)
+    all              what is marked `core`: one case through the real thing for each feature
+
+A case that was not measured (measured.py) counts as one that uses nothing."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
+from tests.selection import skips
+from tests.selection.measured import measured_s
+
 TESTS = Path(__file__).parents[1]
 CORE = "core"
-FOLDERS = {
+CORE_S, FIRST_S = 1.0, 2.5
+BY_COST = ("proofs", "launch")
+PATHS = {
+    "proofs": ("blocks", "checkpoint", "collectives", "parallel", "proof", "train", "validation/test_fuzz.py"),
+    "launch": ("cli", "launch", "machines"),
     "compat": ("compat", "deepspeed_config", "export"),
     "docs": ("documentation",),
     "validation": (
@@ -26,19 +41,39 @@ FOLDERS = {
         "validation/runs",
     ),
 }
-GROUPS = (CORE, *FOLDERS)
+GROUPS = (CORE, *PATHS)
 
 
-def is_in_group(item: pytest.Item, group: str) -> bool:
-    folder = f"{item.path.parent.relative_to(TESTS).as_posix()}/"
-    owners = (name for name, folders in FOLDERS.items() if folder.startswith(tuple(f"{one}/" for one in folders)))
-    return next(owners, CORE) == group or (group == CORE and item.get_closest_marker("door") is not None)
-
-
-def tests_of_group(items: Iterable[pytest.Item], group: str) -> list[pytest.Item]:
+def items_of_group(items: Iterable[pytest.Item], group: str) -> list[pytest.Item]:
     if group not in GROUPS:
         raise pytest.UsageError(f"--group={group}: there are {', '.join(GROUPS)}")
-    return [item for item in items if is_in_group(item, group)]
+    items = list(items)
+    by_cost = [item.nodeid for item in items if _owner(item) in BY_COST]
+    cheap = cheapest_cases(by_cost, measured_s())
+    return [item for item in items if group_of(item, cheap) == group]
+
+
+def group_of(item: pytest.Item, cheap: Collection[str]) -> str:
+    is_in_core = item.nodeid in cheap or item.get_closest_marker(CORE) is not None
+    return CORE if is_in_core else _owner(item)
+
+
+def _owner(item: pytest.Item) -> str:
+    path = item.path.relative_to(TESTS)
+    names = {path.as_posix(), *(parent.as_posix() for parent in path.parents)}
+    return next((name for name, paths in PATHS.items() if names & set(paths)), CORE)
+
+
+def cheapest_cases(names: Iterable[str], measured: Mapping[str, float]) -> set[str]:
+    """The names of the cases that the core runs."""
+    cheap: set[str] = set()
+    used: dict[str, float] = {}
+    for name in sorted(names, key=lambda name: measured.get(name, 0.0)):
+        function, seconds = name.partition("[")[0], measured.get(name, 0.0)
+        if used.get(function, 0.0) + seconds <= (CORE_S if function in used else FIRST_S):
+            used[function] = used.get(function, 0.0) + seconds
+            cheap.add(name)
+    return cheap
 
 
 def cover_table(reports: Iterable[pytest.TestReport]) -> Iterator[str]:
@@ -49,8 +84,7 @@ def cover_table(reports: Iterable[pytest.TestReport]) -> Iterator[str]:
         parts = Path(report.nodeid.partition("::")[0]).relative_to("tests").parts
         folder = "/".join(parts[: 2 if parts[0] == "compat" else 1]) if len(parts) > 1 else "its own files"
         counts.setdefault(folder, Counter())[report.outcome] += 1
-        if report.skipped and isinstance(report.longrepr, tuple):
-            reasons[report.longrepr[2].removeprefix("Skipped: ")] += 1
+        reasons.update(filter(None, [skips.reason(report)]))
     width = max(map(len, counts), default=0)
     for folder, count in sorted(counts.items()):
         skipped = f", {count['skipped']} skipped" if count["skipped"] else ""

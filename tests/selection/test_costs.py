@@ -2,13 +2,12 @@
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 
 from tests.forking.environment import REPOSITORY
 from tests.forking.forked import fork
-from tests.selection.costs import cost_table, keep_costs, used_s
+from tests.selection.costs import cost_table, used_s
 
 pytest_plugins = ["pytester"]
 BUSY_S = 0.3
@@ -41,7 +40,7 @@ def test_a(shared):
     pass
 
 def test_b(shared):
-    work({BUSY_S} / 2)
+    work({BUSY_S} * 2)
 
 def test_c():
     pass
@@ -77,16 +76,9 @@ def test_a_shared_fixture_is_not_charged_to_the_test_that_is_first_to_use_it(pyt
     lines = [line.split(" s ") for line in result.outlines if " s test_costs_of" in line]
     costs = {name: float(seconds) for seconds, name in lines}
     assert costs["test_costs_of.py::shared"] >= BUSY_S * 0.9
-    assert costs["test_costs_of.py::test_b"] >= BUSY_S / 2 * 0.9
+    assert costs["test_costs_of.py::test_b"] >= BUSY_S * 2 * 0.9
     assert costs.get("test_costs_of.py::test_a", 0.0) < BUSY_S / 2
     assert len([name for name in costs if "::test_" in name]) == 2
-
-
-def test_costs_are_kept_in_place_of_those_of_the_same_tests(tmp_path: Path) -> None:
-    file = tmp_path / "costs.json"
-    keep_costs(file, {"a": 1.0, "b": 2.04})
-    keep_costs(file, {"b": 3.26, "c": 0.0})
-    assert json.loads(file.read_text()) == {"a": 1.0, "b": 3.3, "c": 0.0}
 
 
 def test_workers_send_their_costs(pytester: pytest.Pytester) -> None:
@@ -94,9 +86,8 @@ def test_workers_send_their_costs(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_costs_of=FILE)
     pytester.runpytest_subprocess("-p", "no:cacheprovider", "-n", "1")
     kept = json.loads((pytester.path / "kept.json").read_text())
-    assert kept["test_costs_of.py::test_a"] >= BUSY_S * 0.9, "the first test of a fixture has its cost"
-    assert kept["test_costs_of.py::test_b"] >= BUSY_S / 2 * 0.9
-    assert len(kept) == 3
+    assert list(kept) == ["test_costs_of.py"]
+    assert kept["test_costs_of.py"]["test_b"] >= BUSY_S * 2 * 0.9
 
 
 def test_tables_are_sorted_and_summed_by_folder() -> None:

@@ -54,6 +54,7 @@ def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(command, process.poll() or 0, out, err)
 
 
+@pytest.mark.core
 def test_torchruns_ranks_train_together(tmp_path: Path) -> None:
     run = torchrun(tmp_path, "--json", "--set", "model.call=model.py:Aborting")
     assert run.returncode == 0, run.stderr

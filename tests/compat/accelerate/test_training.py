@@ -18,7 +18,7 @@ from meshwright.compat.accelerate.plan_argument import check_plan  # noqa: E402
 from meshwright.errors import InputError  # noqa: E402
 from meshwright.plan import Plan  # noqa: E402
 from tests.compat.accelerate.loops import accelerate_process, network, samples, train_alone, train_on  # noqa: E402
-from tests.soaked import all_but  # noqa: E402
+from tests.soaked import all_but, some_in_core  # noqa: E402
 
 SHARDED: dict[str, Any] = {"axes": {"shard": 2}}
 PLANS: list[dict[str, Any] | None] = [
@@ -47,8 +47,7 @@ def test_two_ranks_train_as_one_process_with_the_same_global_batch(
         assert_equal(result, alone)
 
 
-@pytest.mark.door
-@pytest.mark.parametrize("plan", PLANS[:2])
+@pytest.mark.parametrize("plan", some_in_core(PLANS[:2]))
 def test_two_ranks_train_as_under_accelerate_itself(two: RankPool, plan: dict[str, Any] | None) -> None:
     """A loader's batch is that of each process, and schedules make one step for each process."""
     theirs = two.run(train_on, accelerate.Accelerator, {"gradient_accumulation_steps": 2}, 8, 14, True)

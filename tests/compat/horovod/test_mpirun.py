@@ -37,7 +37,7 @@ def _sums(rank: int, size: int, folder: Path) -> list[float]:
     return sums
 
 
-@pytest.mark.door
+@pytest.mark.core
 def test_ranks_of_open_mpi_find_each_other(two: RankPool, tmp_path: Path) -> None:
     assert two.run(_sums, tmp_path) == [[3.0, 3.0]] * 2
 

@@ -11,6 +11,7 @@ import meshwright.compat.horovod as hvd
 from meshwright.compat.horovod.engine.adasum import combine
 from tests.compat.horovod.world import run_horovod
 from tests.ranks import RankPool
+from tests.soaked import some_in_core
 
 STEPS, ROWS = 4, 12  # rows of the global batch, for 1, 2 and 3 ranks
 
@@ -79,8 +80,7 @@ CASES: dict[str, tuple[dict[str, Any], int, float | None]] = {
 }
 
 
-@pytest.mark.door
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some_in_core(CASES))
 def test_weights_are_those_of_one_device(world: RankPool | None, case: str) -> None:
     options, passes, clip = CASES[case]
     expected = train_alone(clip)

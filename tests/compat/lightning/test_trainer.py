@@ -12,7 +12,7 @@ from meshwright.errors import CheckpointError
 from tests.compat.lightning.modules import Samples, largest_difference
 from tests.compat.lightning.trainers import MODULES, fit, make_trainer, same_on_ranks
 from tests.ranks import RankPool, ranks
-from tests.soaked import all_but
+from tests.soaked import all_but, some_in_core
 
 TOLERANCE = 1e-9
 HALF = {"max_epochs": 3}
@@ -36,8 +36,7 @@ def of_ddp(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return train
 
 
-@pytest.mark.door
-@pytest.mark.parametrize("name", all_but({"regression", "gan"}, MODULES))
+@pytest.mark.parametrize("name", some_in_core(all_but({"regression", "gan"}, MODULES)))
 def test_two_ranks_train_the_weights_of_ddp(name: str, two: RankPool, of_ddp: Any, tmp_path: Path) -> None:
     for plan in plans(2):
         results = two.run(fit, name, plan, str(tmp_path))

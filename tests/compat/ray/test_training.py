@@ -74,7 +74,6 @@ def plain_state(plain_process: tuple[Process, Path]) -> PlainState:
     return wait
 
 
-@pytest.mark.door
 def test_a_job_ends_with_the_same_weights(
     tmp_path: Path, variables: Mapping[str, str], plain_state: PlainState
 ) -> None:

@@ -9,7 +9,7 @@ pytest.importorskip("accelerate", reason="transformers' Trainer needs the packag
 
 from tests.compat.transformers.trainers import train
 from tests.ranks import RankPool
-from tests.soaked import all_but
+from tests.soaked import all_but, some_in_core
 
 CLOSE: dict[str, Any] = {"rel": 2e-5, "abs": 2e-5}
 REPLICATE, SHARD, TENSOR = ({"axes": {axis: 2}} for axis in ("replicate", "shard", "tensor"))
@@ -40,8 +40,7 @@ def test_one_process_gives_the_numbers_of_trainer(name: str, of_trainer: Any, tm
     assert result == of_trainer(name)  # bit by bit, with dropout, too
 
 
-@pytest.mark.door
-@pytest.mark.parametrize("plan", [REPLICATE, SHARD, TENSOR], ids=["replicate", "shard", "tensor"])
+@pytest.mark.parametrize("plan", some_in_core([SHARD, TENSOR, REPLICATE]), ids=["shard", "tensor", "replicate"])
 def test_two_ranks_give_the_losses_of_one_process(plan: Any, two: RankPool, of_trainer: Any, tmp_path: Path) -> None:
     results = two.run(train, "llama", plan, str(tmp_path))
     assert results[0] == results[1]

@@ -14,7 +14,6 @@ from tests.parallel.programs import statements, two_views
 from tests.parallel.programs.models import loss_of, make_batches, make_model
 from tests.parallel.programs.statements import STATEMENTS
 from tests.ranks import run_ranks
-from tests.soaked import all_but
 
 PLANS: dict[str, dict[str, Any]] = {
     "tensor 2": {"axes": {"tensor": 2}},
@@ -55,19 +54,27 @@ def train_under_plan(rank: int, world_size: int, fields: dict[str, Any], names: 
     return results
 
 
-def is_in_turn(plan: str, name: str) -> bool:
-    """Whether the default tests run the statement under this plan: each under one of the plans that divide the
-    sequence, and every fifth also under the other one, which leaves statements as they are."""
+def who_runs(plan: str, name: str) -> str:
+    """The target that runs the statement under this plan. Each is run under one of the plans that divide the sequence,
+    every tenth of them by `make test` and the others by `make test-proofs`, and every fifth under the other plan, which
+    leaves statements as they are. The rest is run by the soak."""
     number = list(STATEMENTS).index(name)
     if plan == "tensor 2":
-        return number % 5 == 0
-    return plan == ("tensor 2 sequence", "context 2")[number % 2]
+        return "proofs" if number % 5 == 0 else "soak"
+    if plan != ("tensor 2 sequence", "context 2")[number % 2]:
+        return "soak"
+    return "core" if number % 20 in (0, 1) else "proofs"
 
 
-@pytest.mark.parametrize("in_turn", all_but([True], [True, False]))
-@pytest.mark.parametrize("plan", PLANS)
-def test_statements_train_the_same_model_or_are_refused(plan: str, in_turn: bool) -> None:
-    names = [name for name in STATEMENTS if is_in_turn(plan, name) is in_turn]
+MARKS = {"core": [pytest.mark.core], "proofs": [], "soak": [pytest.mark.soak]}
+CASES = {(plan, who_runs(plan, name)) for plan in PLANS for name in STATEMENTS}
+
+
+@pytest.mark.parametrize(
+    ("plan", "target"), [pytest.param(plan, target, marks=MARKS[target]) for plan, target in sorted(CASES)]
+)
+def test_statements_train_the_same_model_or_are_refused(plan: str, target: str) -> None:
+    names = [name for name in STATEMENTS if who_runs(plan, name) == target]
     result = run_ranks(train_under_plan, 2, PLANS[plan], names)[0]
     assert list(result) == names
     is_divided = plan != "tensor 2"

@@ -37,6 +37,7 @@ def train(folder: Path, *settings: str) -> dict[str, object]:
     return result
 
 
+@pytest.mark.core
 def test_a_short_run_prints_the_json_of_the_design(tmp_path: Path) -> None:
     result = train(tmp_path, "train.steps=2", "data.eval.limit=64", "train.global_batch=16")
     assert list(result) == KEYS

@@ -178,6 +178,7 @@ def test_one_rank_trains_as_a_bare_loop_does(name: str) -> None:
     assert_equal(train_here(0, 1, name), bare_loop(CASES[name]))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("world_size", all_but([3], [2, 3, 4]))
 def test_ranks_train_as_one_process_does(world_size: int) -> None:
     with ranks(world_size) as pool:

@@ -113,6 +113,7 @@ MOMENTS = [
 ]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("ranks", "rank", "step", "doing"), MOMENTS)
 def test_a_killed_rank_costs_one_restart_and_changes_no_bit(
     tmp_path: Path, undisturbed: Any, ranks: int, rank: int, step: int, doing: str
