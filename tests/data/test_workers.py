@@ -89,8 +89,11 @@ def test_workers_survive_signals_while_they_start(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(workers, "_start_worker", signal_before_start)
     batches = endless(Augmented(100))
+    pids = started_workers(batches)
     for _ in range(20):
         next(batches)
+    assert len(pids) == 2
+    assert all(running(pid) for pid in pids)
     batches.close()
 
 

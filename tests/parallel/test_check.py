@@ -200,6 +200,9 @@ def test_rows_are_written_once_in_microbatches_unless_another_layer_uses_them() 
 
 def test_ranks_that_do_not_train_what_one_device_trains_may_scale_by_their_own_tokens() -> None:
     model = nn.Embedding(6, 4, scale_grad_by_freq=True)
+    two_ranks = Plan.model_validate({"axes": {"replicate": 2}})
+    with pytest.raises(InputError, match="scale_grad_by_freq"):
+        check_embeddings(two_ranks, model)
     check_embeddings(Plan.model_validate({"axes": {"replicate": 2}, "gradients": {"local_steps": 2}}), model)
     model.weight.requires_grad_(False)
-    check_embeddings(Plan.model_validate({"axes": {"replicate": 2}}), model)
+    check_embeddings(two_ranks, model)

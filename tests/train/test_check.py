@@ -40,6 +40,8 @@ def test_a_valid_job_passes_and_the_check_leaves_no_trace() -> None:
 
 
 def test_a_model_that_needs_memory_to_be_built_passes() -> None:
+    with torch.device("meta"), pytest.raises(RuntimeError, match="meta tensors"):
+        NeedsMemory()
     check_job(toy_job(model={"call": "tests.train.test_check:NeedsMemory"}), plan(), TWO)
 
 

@@ -183,4 +183,6 @@ def test_a_pod_where_torchrun_should_have_been_started_says_so(variables: dict[s
 
 
 def test_a_pod_of_one_machine_starts_its_own_ranks() -> None:
-    check_no_torchrun_is_missing({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto", "PET_NODE_RANK": "0"})
+    variables = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto", "PET_NODE_RANK": "0"}
+    check_no_torchrun_is_missing(variables)
+    assert read_launched_rank(variables) is None

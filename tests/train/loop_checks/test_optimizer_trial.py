@@ -143,6 +143,8 @@ def test_weights_that_a_rank_holds_whole_are_not_looked_at() -> None:
     layouts: dict[str, ParameterLayout] = {"expert": whole_on_one_rank(weight, "expert")}
     check_optimizer_on_parts(Lamb([weight]), {"expert": weight}, layouts)
     check_optimizer_on_parts(Lamb([weight]), {"expert": weight}, {})
+    with pytest.raises(InputError, match="Lamb looks at whole tensors"):  # of which a rank has a part
+        check(Lamb, "matrix", 0)
 
 
 def problem_on_shards(make: Make, placement: Any) -> str | None:

@@ -27,7 +27,9 @@ def test_every_decoder_can_be_built() -> None:
     kinds = {(case.source, *case.model.arguments): case.model.arguments for case in cases() if is_decoder(case)}
     with torch.device("meta"):
         for keywords in kinds.values():
-            decoder(**{**keywords, "layers": 1})
+            parameters = list(decoder(**{**keywords, "layers": 1}).parameters())
+            assert parameters, keywords
+            assert all(parameter.is_meta for parameter in parameters), "none needs memory"
 
 
 def is_decoder(case: PublishedCase) -> bool:
