@@ -16,7 +16,7 @@ PYTEST += --no-other-skips
 endif
 
 # What the core leaves out, each group by itself (tests/selection/groups.py).
-GROUPS := proofs launch compat docs validation
+GROUPS := plans proofs launch compat docs validation
 
 .PHONY: setup demo test $(GROUPS:%=test-%) check soak sanitize docs reference validate peers ray clean
 
@@ -41,7 +41,7 @@ check: setup
 
 # Two at a time, a file at a time: what a file has traced or started once serves all its tests. Tests start ranks, so two
 # at a time keep two cores busy for 95% of the time: what makes them faster is less work. The core has the cheapest cases
-# of each test; `make test test-proofs test-launch` runs all of them that take no hours.
+# of each test; `make test test-plans test-proofs test-launch` runs all of them that take no hours.
 test: check
 	$(PYTEST) -m "not soak" --group=core --durations 10
 

@@ -1,6 +1,7 @@
 """Which tests belong to which target of the Makefile, and a table of what was run. Each test belongs to one.
 
     core         `make test`
+    plans        `make test-plans`: searches for plans, predictions, and the jobs that they are made for
     proofs       `make test-proofs`: plans that are trained and compared with one process
     launch       `make test-launch`: commands, launchers, other users of the machine, and processes that end early
     compat       `make test-compat`: other libraries' training, and what is written for these
@@ -9,9 +10,9 @@
 
 What is not listed in `PATHS` is in the core, so new files are always tested by `make test`. Of the others, the core has
 
-    proofs, launch   of each test function the cases that use least, up to `CORE_S` seconds of processors together; the
-                     first of them may use `FIRST_S`                                                (`cheapest_cases`)
-    all              what is marked `core`: one case through the real thing for each feature
+    plans, proofs, launch   of each test function the cases that use least, up to `CORE_S` seconds of processors
+                            together; the first of them may use `FIRST_S`                           (`cheapest_cases`)
+    all                     what is marked `core`: one case through the real thing for each feature
 
 A case that was not measured (measured.py) counts as one that uses nothing."""
 
@@ -27,8 +28,9 @@ from tests.selection.measured import measured_s
 TESTS = Path(__file__).parents[1]
 CORE = "core"
 CORE_S, FIRST_S = 1.0, 2.5
-BY_COST = ("proofs", "launch")
+BY_COST = ("plans", "proofs", "launch")
 PATHS = {
+    "plans": ("auto", "bench", "calibrate", "planner", "profile", "report", "selftest", "simulator", "workloads"),
     "proofs": ("blocks", "checkpoint", "collectives", "parallel", "proof", "train", "validation/test_fuzz.py"),
     "launch": ("cli", "launch", "machines"),
     "compat": ("compat", "deepspeed_config", "export"),
