@@ -45,7 +45,8 @@ def test_a_test_is_in_one_group(request: pytest.FixtureRequest) -> None:
     """Of this test, put into other folders."""
     item = request.node
     for path, group in {
-        "planner/test_a.py": "core",
+        "data/test_a.py": "core",
+        "planner/test_a.py": "plans",
         "validation/test_a.py": "core",
         "validation/test_fuzz.py": "proofs",
         "validation/runs/models/test_a.py": "validation",
