@@ -20,7 +20,8 @@ from tests.forking.forked import spawn_by_forking
 from tests.forking.leftovers import adopt_orphans, leaving_nothing
 from tests.ranks import RankPool, enable_onednn, ranks
 from tests.selection.costs import Costs
-from tests.selection.groups import GROUPS, cover_table, items_of_group
+from tests.selection.cover import cover_table
+from tests.selection.groups import GROUPS, items_of_group
 from tests.selection.parts import Part
 from tests.selection.skips import NoOtherSkips
 from validation.speed.step_digest import table_state
@@ -170,6 +171,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(line, yellow=True)
     if {terminalreporter.config.getoption(name) for name in ("--group", "--part")} != {None}:
         reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("skipped")]
-        terminalreporter.section("tests by folder")
+        terminalreporter.section("what was run")
         for row in cover_table(reports):
             terminalreporter.write_line(row)

@@ -1,4 +1,4 @@
-"""Which tests belong to which target of the Makefile, and a table of what was run. Each test belongs to one.
+"""Which tests belong to which target of the Makefile. Each test belongs to one.
 
     core         `make test`
     plans        `make test-plans`: searches for plans, predictions, and the jobs that they are made for
@@ -16,13 +16,11 @@ What is not listed in `PATHS` is in the core, so new files are always tested by 
 
 A case that was not measured (measured.py) counts as one that uses nothing."""
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.selection import skips
 from tests.selection.measured import measured_s
 
 TESTS = Path(__file__).parents[1]
@@ -76,20 +74,3 @@ def cheapest_cases(names: Iterable[str], measured: Mapping[str, float]) -> set[s
             used[function] = used.get(function, 0.0) + seconds
             cheap.add(name)
     return cheap
-
-
-def cover_table(reports: Iterable[pytest.TestReport]) -> Iterator[str]:
-    """Yields lines with the numbers of tests by folder, and after them those with the reasons for what was skipped."""
-    counts: dict[str, Counter[str]] = {}
-    reasons: Counter[str] = Counter()
-    for report in reports:
-        parts = Path(report.nodeid.partition("::")[0]).relative_to("tests").parts
-        folder = "/".join(parts[: 2 if parts[0] == "compat" else 1]) if len(parts) > 1 else "its own files"
-        counts.setdefault(folder, Counter())[report.outcome] += 1
-        reasons.update(filter(None, [skips.reason(report)]))
-    width = max(map(len, counts), default=0)
-    for folder, count in sorted(counts.items()):
-        skipped = f", {count['skipped']} skipped" if count["skipped"] else ""
-        yield f"{folder:{width}} {count['passed']:5} passed{skipped}"
-    for reason, number in reasons.most_common():
-        yield f"skipped {number}: {reason}"

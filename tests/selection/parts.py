@@ -1,11 +1,10 @@
 """The parts of the soak. Each takes at most ten minutes of two cores, and `.ci/run` runs another one for each commit.
 
     seconds of a test = what it used when it was last measured (measured.py, in seconds of processors); otherwise the
-                        median of the same function's cases, file's functions, or all    (`expected_s`)
+                        median of the same function's cases, or the mean of the soak                 (`expected_s`)
     number of parts   = the seconds of all tests / PART_S, rounded up                                  (`parts`)
 
-`pytest -m soak --part N` runs part N modulo their number, for example with the number of commits as N.
-`pytest -m soak --keep-costs tests/selection/soak_seconds.json` measures. A test that is not in the file is run, too."""
+`pytest -m soak --part N` runs part N modulo their number, for example with the number of commits as N."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ import pytest
 from tests.selection.measured import measured_s
 
 PART_S = 900.0  # of processors; two cores have 1200 in ten minutes, and are busy for at least 75% of the time
-_UNKNOWN_S = 10.0  # if nothing was measured
+UNKNOWN_S = 10.0  # the mean of the soak: 2,500 tests took 3.5 hours of two cores
 UNIT_S = 60.0  # cases of one function stay together, and share what they have traced or started, up to this
 
 
@@ -54,21 +53,11 @@ class Part:
 
 def expected_s(names: Iterable[str], measured: Mapping[str, float]) -> dict[str, float]:
     """The seconds of each test, by its name."""
-    similar: dict[str, list[float]] = {}
+    cases: dict[str, list[float]] = {}
     for name, seconds in measured.items():
-        for key in _from_near_to_far(name):
-            similar.setdefault(key, []).append(seconds)
-    medians = {key: median(seconds) for key, seconds in similar.items()}
-    return {
-        name: measured.get(name)
-        or next((medians[key] for key in _from_near_to_far(name) if key in medians), _UNKNOWN_S)
-        for name in names
-    }
-
-
-def _from_near_to_far(name: str) -> tuple[str, ...]:
-    """The function of a test, its file, and all."""
-    return name.partition("[")[0], name.partition("::")[0], ""
+        cases.setdefault(name.partition("[")[0], []).append(seconds)
+    medians = {function: median(seconds) for function, seconds in cases.items()}
+    return {name: measured.get(name) or medians.get(name.partition("[")[0], UNKNOWN_S) for name in names}
 
 
 def parts(names: Sequence[str], measured: Mapping[str, float], part_s: float = PART_S) -> list[list[str]]:

@@ -1,7 +1,6 @@
 """Every test belongs to one target of the Makefile, and `make test` trains through other libraries, too."""
 
 import re
-from typing import Any, Literal
 
 import pytest
 
@@ -12,7 +11,6 @@ from tests.selection.groups import (
     PATHS,
     TESTS,
     cheapest_cases,
-    cover_table,
     group_of,
     items_of_group,
 )
@@ -71,20 +69,3 @@ def test_all_groups_together_have_all_tests_once(request: pytest.FixtureRequest)
     items = request.session.items
     groups = [items_of_group(items, group) for group in GROUPS]
     assert sorted(item.nodeid for group in groups for item in group) == sorted(item.nodeid for item in items)
-
-
-def test_the_table_counts_by_folder_and_gives_reasons() -> None:
-    def report(nodeid: str, outcome: Literal["passed", "skipped"], reason: Any = None) -> pytest.TestReport:
-        return pytest.TestReport(nodeid, ("", 0, ""), {}, outcome, reason, "call")
-
-    reports = [
-        report("tests/blocks/test_a.py::test_b", "passed"),
-        report("tests/test_c.py::test_d[x/y]", "passed"),
-        report("tests/compat/ray/test_e.py::test_f", "skipped", ("file", 1, "Skipped: Ray is not installed")),
-    ]
-    assert list(cover_table(reports)) == [
-        "blocks            1 passed",
-        "compat/ray        0 passed, 1 skipped",
-        "its own files     1 passed",
-        "skipped 1: Ray is not installed",
-    ]

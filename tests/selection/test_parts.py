@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.selection.parts import PART_S, UNIT_S, Part, expected_s, parts
+from tests.selection.parts import PART_S, UNIT_S, UNKNOWN_S, Part, expected_s, parts
 
 pytest_plugins = ["pytester"]
 MATRIX = [f"tests/a/test_x.py::test_matrix[{n}]" for n in range(100)]
@@ -30,12 +30,11 @@ def test_cases_that_share_what_they_have_started_stay_together() -> None:
 
 def test_a_test_that_was_not_measured_takes_as_long_as_those_like_it() -> None:
     measured = {"a.py::test_m[1]": 1.0, "a.py::test_m[2]": 3.0, "a.py::test_m[3]": 90.0, "b.py::test_n": 40.0}
-    unknown = ["a.py::test_m[4]", "a.py::test_new", "c.py::test_new"]
+    unknown = ["a.py::test_m[4]", "a.py::test_new"]
     assert expected_s(["b.py::test_n", *unknown], measured) == {
         "b.py::test_n": 40.0,
         "a.py::test_m[4]": 3.0,
-        "a.py::test_new": 3.0,
-        "c.py::test_new": 21.5,
+        "a.py::test_new": UNKNOWN_S,
     }
 
 
