@@ -74,6 +74,7 @@ RankNumber = Annotated[NonNegativeInt, at_most(MOST_DEVICES - 1, f"{MOST_DEVICES
 ProcessesOrZero = Annotated[NonNegativeInt, at_most(MOST_RANKS_HERE, f"{MOST_RANKS_HERE:,} processes of one machine")]
 Threads = Annotated[PositiveInt, at_most(4_096, "4,096 threads of one rank")]
 Cores = Annotated[PositiveInt, at_most(2**24, "2**24 cores of one machine")]
+BusyCores = Annotated[NonNegativeFloat, at_most(2**24, "2**24 cores of one machine")]
 MultiprocessorsOrZero = Annotated[NonNegativeInt, at_most(2**20, "2**20 multiprocessors of one device")]
 MemoryBytes = Annotated[NonNegativeInt, at_most(2**50, "2**50 bytes, one pebibyte per device")]
 MessageBytes = Annotated[PositiveInt, at_most(2**50, "2**50 bytes, one pebibyte")]

@@ -14,6 +14,7 @@ from meshwright.auto.inputs import check_model_and_cluster, model_planning_input
 from meshwright.auto.tuned import ModelToTune, checked_budget_s, variants_of
 from meshwright.batch import split_batch
 from meshwright.calibrate.probe import measure_machine
+from meshwright.cluster.busy import busy_sentence
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
 from meshwright.data.randomness import preserve_generators
@@ -127,7 +128,7 @@ def plan_of_job(
                 measured_search(inputs, profiles) if measures else (search_with_offload(inputs, profiles), inputs)
             )
             best = result.ranked[0]
-            line = describe_choice(result, inputs, profiles)
+            line = _with_warning(describe_choice(result, inputs, profiles), inputs.cluster)
             variants = partial(variants_of, best.plan, inputs, profiles)
             return JobPlan(best.plan, best.prediction.step_s, line, best.prediction, variants)
         if plan.numerics.precision == "auto":
@@ -142,6 +143,12 @@ def plan_of_job(
         if plan == "auto" and job.constraints:
             raise
         return JobPlan(fallback, line=line)
+
+
+def _with_warning(line: str, cluster: Cluster) -> str:
+    """The line, with a second one if other programs disturbed the measurement that the plan is based on."""
+    busy = busy_sentence(cluster)
+    return f"{line}\nwarning: {busy}" if busy else line
 
 
 def _stored_plan(run: RunFolder, job: Job, cluster: Cluster) -> Plan | None:

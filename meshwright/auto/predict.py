@@ -64,4 +64,4 @@ def predict(
     )
     machines = measure_model_operators(machines, profile, run_plan, global_batch)
     prediction = predict_plan(machines, profile, run_plan, global_batch, cost)
-    return replace(prediction, based_on=f"{machines.based_on}; {method}")
+    return replace(prediction, based_on=f"{machines.basis}; {method}")

@@ -32,7 +32,8 @@ import torch
 
 from meshwright.calibrate.operator_calls import CallBuilder, OperatorCall, TensorPool
 from meshwright.calibrate.timing import device_seconds
-from meshwright.cluster.cache import load_operator_seconds, save_operator_seconds
+from meshwright.cluster.busy import OtherPrograms, is_idle_now
+from meshwright.cluster.cache import OperatorSeconds, load_operator_seconds, save_operator_seconds
 from meshwright.cluster.cluster import Cluster, Device, Node, OperatorTime
 from meshwright.cluster.detect import detect, detect_cpu
 from meshwright.dtypes import DTYPE_NAMES, Dtype, float32_matmul_precision
@@ -108,8 +109,8 @@ def measure_model_operators(
     calls = _slowest_operators(rank_profile, batch, rank, budget_s)
     if not calls:
         return cluster
-    seconds = _seconds_of(calls, rank, node, batch, budget_s)
-    rows = tuple(_rows(calls, seconds, batch, rank))
+    measured = _seconds_of(calls, rank, node, batch, budget_s)
+    rows = tuple(_rows(calls, measured.seconds, batch, rank))
     if not rows:
         return cluster
     device = node.device.model_copy(
@@ -118,7 +119,13 @@ def measure_model_operators(
             "sources": {**node.device.sources, "operators": BASED_ON},
         }
     )
-    return cluster.model_copy(update={"nodes": (node.model_copy(update={"device": device}),), "based_on": BASED_ON})
+    return cluster.model_copy(
+        update={
+            "nodes": (node.model_copy(update={"device": device}),),
+            "based_on": BASED_ON,
+            "busy_cores": max(cluster.busy_cores, measured.busy_cores),
+        }
+    )
 
 
 def is_this_machine(cluster: Cluster) -> bool:
@@ -188,16 +195,19 @@ def _build(builder: CallBuilder, operator: Operator, backward: bool) -> Operator
 _Seconds = list[float | None]  # of each call; None for a call that fails
 
 
-def _seconds_of(calls: Sequence[_CallToTime], rank: _Rank, node: Node, batch: int, budget_s: float) -> _Seconds:
-    """Returns the seconds of each call, as they were measured before if they were."""
+def _seconds_of(calls: Sequence[_CallToTime], rank: _Rank, node: Node, batch: int, budget_s: float) -> OperatorSeconds:
+    """Returns the seconds of each call, as they were measured before if they were. What other programs disturbed is
+    measured again once they have ended."""
     keys = [(timed.lookup, timed.backward, timed.operator.name, timed.operator.dtype) for timed in calls]
     inputs = (node.model_dump_json(), batch, rank.cores, rank.ranks, rank.layout, rank.tf32, *keys)
-    seconds = load_operator_seconds(inputs, len(calls))
-    if seconds is None:
-        is_gpu = node.device.kind == "cuda"
-        seconds = _time_on_gpu(calls, rank) if is_gpu else _time_on_cores(calls, rank, budget_s)
-        save_operator_seconds(inputs, seconds)
-    return seconds
+    known = load_operator_seconds(inputs, len(calls))
+    if known is not None and not (known.busy_cores and is_idle_now()):
+        return known
+    others, is_gpu = OtherPrograms(), node.device.kind == "cuda"
+    seconds = _time_on_gpu(calls, rank) if is_gpu else _time_on_cores(calls, rank, budget_s)
+    measured = OperatorSeconds(seconds, others.cores())
+    save_operator_seconds(inputs, measured)
+    return measured
 
 
 def _time_on_gpu(calls: Sequence[_CallToTime], rank: _Rank) -> _Seconds:

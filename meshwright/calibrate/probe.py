@@ -21,6 +21,7 @@ import torch.distributed as dist
 from meshwright.calibrate.device_rates import context_bytes, copy_bandwidth, launch_latency, matrix_rates
 from meshwright.calibrate.link_curves import measure_curves
 from meshwright.calibrate.operators import measure_operators
+from meshwright.cluster.busy import OtherPrograms
 from meshwright.cluster.cluster import COLLECTIVES, Cluster, Collective, Curve, Device, Link, Node
 from meshwright.cluster.curves import rising
 from meshwright.cluster.gpus import list_gpus
@@ -78,11 +79,13 @@ def _measure(detected: Cluster, thorough: bool) -> Cluster:
             used_bytes=next((gpu.used_bytes for gpu in list_gpus()), 0),
             folder=folder,
         )
+        others = OtherPrograms()
         _run_ranks(request)
+        busy_cores = others.cores()
         measurements = json.loads(request.results_file.read_text())
     device, link = _device(node, measurements), _link(node.link, measurements["curves"])
     measured = node.model_copy(update={"device": device, "link": link})
-    return detected.model_copy(update={"nodes": (measured,), "based_on": "measured"})
+    return detected.model_copy(update={"nodes": (measured,), "based_on": "measured", "busy_cores": busy_cores})
 
 
 def _source() -> str:

@@ -6,6 +6,7 @@ import json
 import re
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -16,7 +17,8 @@ from meshwright.files.cache import cache_folder
 from meshwright.files.storage import write_atomically, writing
 from meshwright.files.yaml_file import read_mapping, validate
 
-MEASURED = "rates, curves, operators"  # part of the fingerprint: change this text when other things are measured
+# A part of the fingerprint: change this text when other things are measured.
+MEASURED = "rates, curves, operators, busy cores"
 
 
 def fingerprint(cluster: Cluster) -> str:
@@ -82,25 +84,34 @@ def save_device(device: Device, file: Path) -> Path:
     return _write(file, device.to_yaml())
 
 
-def load_operator_seconds(inputs: Sequence[object], count: int) -> list[float | None] | None:
-    """Returns the seconds of `count` operators that were measured before with the same `inputs`, None for one that
-    failed; None in place of the list if there are none. Then the same question gets the same answer, although no two
-    measurements are equal."""
+@dataclass(frozen=True)
+class OperatorSeconds:
+    """The measured seconds of operators, None for one that failed, and how many cores other programs used meanwhile."""
+
+    seconds: list[float | None]
+    busy_cores: float
+
+
+def load_operator_seconds(inputs: Sequence[object], count: int) -> OperatorSeconds | None:
+    """Returns the seconds of `count` operators that were measured before with the same `inputs`; None if there are
+    none. Then the same question gets the same answer, although no two measurements are equal."""
     try:
-        seconds = json.loads(_operators_file(inputs).read_text())
+        raw = json.loads(_operators_file(inputs).read_text())
     except (OSError, ValueError):
         return None
-    if not isinstance(seconds, list) or len(seconds) != count:
+    if not isinstance(raw, dict):
+        return None
+    seconds, busy_cores = raw.get("seconds"), raw.get("busy_cores")
+    if not isinstance(seconds, list) or len(seconds) != count or not isinstance(busy_cores, float):
         return None
     is_valid = all(value is None or (isinstance(value, float) and 0 < value < 1e9) for value in seconds)
-    return seconds if is_valid else None
+    return OperatorSeconds(seconds, busy_cores) if is_valid and 0 <= busy_cores < 1e6 else None
 
 
-def save_operator_seconds(inputs: Sequence[object], seconds: Sequence[float | None]) -> None:
-    """Stores the seconds of operators, None for one that failed. If the cache cannot take them, the next planning
-    measures again."""
+def save_operator_seconds(inputs: Sequence[object], measured: OperatorSeconds) -> None:
+    """Stores the seconds of operators. If the cache cannot take them, the next planning measures again."""
     try:
-        _write(_operators_file(inputs), json.dumps(list(seconds)))
+        _write(_operators_file(inputs), json.dumps(asdict(measured)))
     except StorageError as error:
         warnings.warn(f"{error}; until then operators are measured in every planning", stacklevel=2)
 

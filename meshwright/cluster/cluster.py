@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from meshwright.dtypes import Dtype
 from meshwright.limits import (
     MOST_DEVICES,
+    BusyCores,
     Bytes,
     BytesPerSecond,
     Cores,
@@ -232,12 +233,14 @@ class Node(_FrozenValue):
 
 class Cluster(_FrozenValue):
     """Nodes, which may differ, and the link between them (None for one node). `based_on` says where the constants come
-    from. `price_per_hour` is the price of the whole cluster."""
+    from, and `busy_cores` how many cores other programs used while they were measured; 0 if too few to matter.
+    `price_per_hour` is the price of the whole cluster."""
 
     name: str
     nodes: tuple[Node, ...]
     link: Link | None = None
     based_on: BasedOn = "datasheet"
+    busy_cores: BusyCores = 0
     price_per_hour: Price | None = None
 
     @model_validator(mode="after")
@@ -302,6 +305,12 @@ class Cluster(_FrozenValue):
     def cores(self) -> int:
         """The number of CPU cores that the ranks of one machine share, on the machine that has the fewest."""
         return min(node.cores for node in self.nodes)
+
+    @property
+    def basis(self) -> str:
+        """`based_on`, with what other programs used meanwhile."""
+        meanwhile = f", while other programs used {self.busy_cores:.2g} of {self.cores} cores"
+        return f"{self.based_on}{meanwhile if self.busy_cores else ''}"
 
     def with_device_count(self, devices: int) -> Self:
         """Returns a cluster of one machine with this number of the first node's devices."""

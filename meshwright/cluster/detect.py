@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from meshwright.cluster.busy import is_idle_now
 from meshwright.cluster.cache import calibrated_device, load_measured, save_measured
 from meshwright.cluster.catalog import entry_reported_as, find_link
 from meshwright.cluster.cluster import Cluster, Device, Link, Node
@@ -22,9 +23,9 @@ def find_cluster(name: str, measure: Measure | None = None) -> Cluster:
     usable core; `3xcpu` is three CPU devices that share all usable cores; other names are catalog devices, joined by
     `+` if they are not alike, or YAML files.
 
-    With `measure` (`probe.measure_machine`), this machine is measured if the cache has no earlier measurement. Without
-    `measure`, an earlier measurement is used if there is one; otherwise the cluster has only the constants that can be
-    detected or are in the catalog.
+    With `measure` (`probe.measure_machine`), this machine is measured if the cache has no earlier measurement, or one
+    that other programs disturbed and they have ended. Without `measure`, an earlier measurement is used if there is
+    one; otherwise the cluster has only the constants that can be detected or are in the catalog.
     """
     if is_file(name):
         return load_cluster(name)
@@ -91,7 +92,7 @@ def _gpu_node(device: Device, count: int, link: Link) -> Node:
 
 def _measured(detected: Cluster, measure: Measure | None) -> Cluster:
     cluster = load_measured(detected)
-    if cluster is None:
+    if cluster is None or (cluster.busy_cores and measure is not None and is_idle_now()):
         if measure is None:
             return detected
         cluster = measure(detected)

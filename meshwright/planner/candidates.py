@@ -49,6 +49,7 @@ _SCHEDULES: tuple[tuple[Schedule, int], ...] = (
     ("gpipe", 1),
 )
 _SHORTEST_SEQUENCE, _FEWEST_TOKENS = 16_384, 4_096  # chosen: sequences that are divided, and the tokens of a rank
+_MOST_UNEVEN = 32  # chosen: up to this number, microbatches need not have equally many samples
 _LEAST_USED = 0.75  # chosen: if no plan can use all devices, plans with at least this share of them are tried
 
 
@@ -278,10 +279,13 @@ def candidate_series(
     fixed = inputs.constraints.fixed
     is_fixed = "pipeline.schedule" in fixed
 
-    def batches(local_batch: int) -> list[int]:
-        return [local_batch] if inputs.compares_samples else _microbatch_sizes(local_batch, inputs.even_shares)
+    is_even = inputs.even_shares and inputs.global_batch % sizes.data_ranks == 0
 
-    counts = microbatch_counts(inputs, -(-inputs.global_batch // sizes.data_ranks), pipelined, batches)
+    def counts_of(local_batch: int) -> list[int]:
+        return [1] if inputs.compares_samples else _microbatch_counts(local_batch, is_even)
+
+    largest_share = -(-inputs.global_batch // sizes.data_ranks)
+    counts = microbatch_counts(inputs, largest_share, pipelined, counts_of, is_even)
     for schedule, stages_per_rank in schedules(inputs, sizes.pipeline, _SCHEDULES) if pipelined else _SCHEDULES[:1]:
         if sizes.expert > 1 and schedule == "zero_bubble":  # its backward pass in two parts would exchange tokens twice
             continue
@@ -305,11 +309,13 @@ def _recompute_levels(summary: ModelSummary, sizes: AxisSizes) -> tuple[Recomput
     return RECOMPUTES[:1] if kind and lie_in_recomputed_blocks(summary, kind) else RECOMPUTES
 
 
-def _microbatch_sizes(local_batch: int, even: bool) -> list[int]:
-    """All divisors of the local batch. Unless `even` is True, also the sizes of as many microbatches as powers of two,
-    of which the last has fewer samples."""
-    powers = {-(-local_batch // (1 << power)) for power in range(local_batch.bit_length())}
-    return sorted({*divisors(local_batch), *(() if even else powers)})
+def _microbatch_counts(local_batch: int, even: bool) -> list[int]:
+    """The numbers of microbatches that are tried, the largest first: all divisors of the local batch. Unless `even` is
+    True, also all numbers up to `_MOST_UNEVEN` and powers of two, of which some microbatches have one sample more than
+    others."""
+    powers = {1 << power for power in range(local_batch.bit_length())}
+    few = range(1, min(local_batch, _MOST_UNEVEN) + 1)
+    return sorted({*divisors(local_batch), *(() if even else (*powers, *few))}, reverse=True)
 
 
 def _is_useful(schedule: str, ranks: int, stages_per_rank: int, count: int, is_fixed: bool) -> bool:

@@ -86,6 +86,9 @@ class _PlanSearch:
             bests.setdefault(priced.candidate, priced)
         return list(bests.values())
 
+    def point_of(self, priced: PricedPlan) -> Point:
+        return next(point for point, other in self.prices.priced.items() if other is priced)
+
     def ranked(self) -> list[PricedPlan]:
         return [priced for priced in self.best_of_candidates() if self.fits(priced)]
 
@@ -150,9 +153,10 @@ def _search_precision(inputs: PlanningInputs, profiles: Profiles, precision: str
     _polish(state, descent)
     _search_missing(state, descent, by_sizes)
     _fill(state, descent, bounded)
-    ranked = state.ranked()
-    if ranked:
-        best = next(point for point, priced in prices.priced.items() if priced is ranked[0])
+    if ranked := state.ranked():
+        prices.divide(state.point_of(ranked[0]))
+        ranked = state.ranked()
+        best = state.point_of(ranked[0])
         simple = prices.price(descent.simplified(best))
         ranked = [ranked[0], *([simple] if simple is not None and simple is not ranked[0] else []), *ranked[1:]]
     simulated = state.best_of_candidates()

@@ -31,7 +31,7 @@ def cluster_values(cluster: Cluster, plan: Plan | None = None) -> dict[str, Any]
     machines = sum(node.number for node in cluster.nodes)
     values: dict[str, Any] = {
         "name": cluster.name,
-        "based_on": cluster.based_on,
+        "based_on": cluster.basis,
         "devices": cluster.device_count,
         "nodes": [
             {

@@ -45,7 +45,7 @@ class GroupPrediction:
 class Prediction:
     """The predicted time and memory of a plan. `breakdown` has the seconds that add up to `step_s`. `memory_bytes` is
     the peak of allocated memory on the rank that needs most, and `memory` says what it consists of. `batch_per_rank` is
-    the number of samples in the largest microbatch of a rank. `based_on` is that of the cluster. `timeline` is None
+    the number of samples in the largest microbatch of a rank. `based_on` is the cluster's basis. `timeline` is None
     without a pipeline. `dispatch_bytes` are the buffers of tokens on their way to experts, which are part of the memory
     with even routing, and what they need at the worst, if all tokens go to one rank; 0 without an expert axis.
     `groups` are the data ranks by device and share, if they are not all alike. The figures are then those of the
@@ -102,7 +102,7 @@ def predict_plan(
         memory.allocated_bytes,
         memory,
         samples,
-        cluster.based_on,
+        cluster.basis,
         step.timeline,
         (round(even), round(worst)),
         groups,

@@ -60,6 +60,13 @@ def test_a_job_gets_a_plan_that_runs_and_does_not_change_the_numerics(batch: int
     assert plan_of_job(JobParts(job), unmeasured, TWO_REPLICAS) == JobPlan(TWO_REPLICAS)
 
 
+def test_the_line_warns_of_programs_that_disturbed_the_measurement() -> None:
+    parts, measured = JobParts(toy_job()), cpu_cluster(2)
+    line = plan_of_job(parts, measured, "auto").line or ""
+    busy = plan_of_job(parts, measured.model_copy(update={"busy_cores": 1.5}), "auto").line or ""
+    assert busy.startswith(f"{line}\nwarning: Other programs used 1.5 of {measured.cores} cores while this machine was")
+
+
 @pytest.mark.parametrize(("allow", "precision"), [({}, "fp32"), ({"allow": "changes"}, "bf16")])
 def test_what_a_plan_may_change_is_said_by_the_job(allow: dict[str, Any], precision: str) -> None:
     job = parse_job({**toy_job().model_dump(mode="json", exclude={"allow"}), **allow})

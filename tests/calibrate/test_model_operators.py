@@ -213,6 +213,26 @@ def test_a_model_that_was_measured_before_keeps_its_times(monkeypatch: pytest.Mo
     assert next(passes) == 5, "after the machine was measured again, so is the model"
 
 
+def test_times_that_other_programs_disturbed_are_marked_and_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes, used = iter(range(1, 100)), iter([1.5, 0.5, 0.0])
+    is_idle = [False]
+    monkeypatch.setattr(model_operators, "_time_on_cores", lambda calls, *_: [float(next(passes))] * len(calls))
+    monkeypatch.setattr(model_operators.OtherPrograms, "cores", lambda _: next(used))
+    monkeypatch.setattr(model_operators, "is_idle_now", lambda: is_idle[0])
+    plan, profile = Plan(), _traced()
+    first = measure_model_operators(_here(), profile, plan, BATCH)
+    assert first.busy_cores == 1.5
+    assert measure_model_operators(_here(), profile, plan, BATCH) == first
+    is_idle[0] = True
+    second = measure_model_operators(_here(), profile, plan, BATCH)
+    assert (second.busy_cores, next(passes)) == (0.5, 3)
+    third = measure_model_operators(_here(), profile, plan, BATCH)
+    assert (third.busy_cores, next(passes)) == (0.0, 5)
+    assert measure_model_operators(_here(), profile, plan, BATCH) == third
+    disturbed = _here().model_copy(update={"busy_cores": 0.7})
+    assert measure_model_operators(disturbed, profile, plan, BATCH).busy_cores == 0.7
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_operator_that_cannot_run_alone_is_not_measured(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     if detect_cpu().nodes[0].count < ranks:

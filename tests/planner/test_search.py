@@ -11,10 +11,12 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError
 from meshwright.plan import Plan
+from meshwright.plan_fields.constraints import make_constraints
 from meshwright.plan_fields.effects import Numerics
 from meshwright.plan_fields.groups import Axes
 from meshwright.planner.bounds import BoundCalculator
-from meshwright.planner.candidates import RECOMPUTES
+from meshwright.planner.candidates import RECOMPUTES, AxisSizes, candidate_series
+from meshwright.planner.constraints.apply import constrained
 from meshwright.planner.explanation.explain import explain, step_shares
 from meshwright.planner.inputs import TOP, PlanningInputs
 from meshwright.planner.model_summary import ModelSummary
@@ -260,6 +262,20 @@ def test_a_batch_that_no_axis_divides_has_shares_that_differ_by_one_sample() -> 
     best = result.ranked[0]
     assert best.plan.shares.samples == (33, *(32,) * 7)
     assert {priced.plan.world_size for priced in result.ranked} == {8}
+
+
+def test_unequal_shares_may_be_cut_into_unequal_microbatches() -> None:
+    """Of 31 samples on two devices, 16 and 15 do not divide into three microbatches of equal size."""
+    inputs = PlanningInputs(find_cluster("2xA100-80GB"), 31, ADAMW)
+    summary = summarize_model(inputs, small_decoder(), "bf16")
+    (series, *_) = candidate_series(summary, AxisSizes(replicate=2), inputs, "bf16")
+    assert [candidate.microbatches for candidate in series] == list(range(15, 0, -1))
+    assert all(candidate.microbatches * candidate.microbatch_samples == 16 for candidate in series)
+    (series, *_) = candidate_series(summary, AxisSizes(replicate=2), replace(inputs, global_batch=32), "bf16")
+    assert [candidate.microbatches for candidate in series] == [16, 8, 4, 2, 1]
+    fixed = constrained(inputs, make_constraints({"memory.accumulation": 3, "axes.replicate": 2}))
+    best = search(fixed, small_decoder()).ranked[0].plan
+    assert (best.microbatches, best.shares.samples) == (3, (16, 15))
 
 
 def test_a_model_that_is_too_large_for_one_gpu_says_so() -> None:

@@ -95,7 +95,9 @@ def _check_microbatches(inputs: PlanningInputs) -> None:
     fixed, batch = inputs.constraints.fixed, inputs.global_batch
     fields = [name for name in ("memory.accumulation", "pipeline.microbatches") if fixed.get(name, 1) > 1]
     parts = prod(fixed[name] for name in fields)
-    if parts > batch or (inputs.even_shares and batch % parts):
+    # Where the devices do not divide the batch, shares and microbatches may be unequal.
+    is_even = inputs.even_shares and batch % inputs.cluster.device_count == 0
+    if parts > batch or (is_even and batch % parts):
         words = " × ".join(f"{name}={fixed[name]}" for name in fields)
         raise InputError(
             f"{words} cuts a rank's share into {parts} microbatches, into which a batch of {batch} samples cannot be"

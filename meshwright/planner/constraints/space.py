@@ -47,27 +47,28 @@ def schedules(
 
 
 def microbatch_counts(
-    inputs: PlanningInputs, local_batch: int, pipelined: bool, sizes_of: Callable[[int], Sequence[int]]
-) -> dict[int, int]:
-    """The sizes of microbatches that a rank's share of a batch can be cut into, and how many there are of each. Without
-    constraints, the sizes are those that `sizes_of` returns."""
+    inputs: PlanningInputs, local_batch: int, pipelined: bool, counts_of: Callable[[int], Sequence[int]], even: bool
+) -> dict[float, int]:
+    """The mean sizes of microbatches that a rank's share of a batch can be cut into, and how many there are of each.
+    Without constraints, the numbers are those that `counts_of` returns. If `even`, all microbatches have equally many
+    samples."""
     constraints = inputs.constraints
     fixed, field = constraints.fixed, "pipeline.microbatches" if pipelined else "memory.accumulation"
     if pipelined:
         accumulation = fixed.get("memory.accumulation", 1)
-        if accumulation > 1 and not _divides(inputs, accumulation, local_batch):
+        if accumulation > 1 and not _divides(accumulation, local_batch, even):
             return {}
         local_batch = -(-local_batch // accumulation)
     elif fixed.get("pipeline.microbatches", 1) > 1 or fixed.get("pipeline.cuts"):
         return {}  # these need a pipeline
     count = fixed.get(field)
     if count is None:
-        counts = {size: -(-local_batch // size) for size in sizes_of(local_batch)}
+        counts = counts_of(local_batch)
     else:
-        is_possible = _divides(inputs, count, local_batch) and (count == 1 or not inputs.compares_samples)
-        counts = {-(-local_batch // count): count} if is_possible else {}
+        is_possible = _divides(count, local_batch, even) and (count == 1 or not inputs.compares_samples)
+        counts = [count] if is_possible else []
     excluded = {value for name, value in constraints.excluded if name == field}
-    return {size: number for size, number in counts.items() if number not in excluded}
+    return {local_batch / number: number for number in counts if number not in excluded}
 
 
 def keeps_axes(inputs: PlanningInputs, sizes: Any) -> bool:
@@ -81,5 +82,5 @@ def keeps_axes(inputs: PlanningInputs, sizes: Any) -> bool:
     return True
 
 
-def _divides(inputs: PlanningInputs, count: int, local_batch: int) -> bool:
-    return local_batch % count == 0 if inputs.even_shares else local_batch >= count
+def _divides(count: int, local_batch: int, even: bool) -> bool:
+    return local_batch % count == 0 if even else local_batch >= count

@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from meshwright.cluster.busy import busy_sentence
 from meshwright.cluster.cluster import BasedOn
 from meshwright.cluster.selftest_record import untested_parts
 from meshwright.errors import InputError
@@ -138,7 +139,9 @@ def _basis(inputs: PlanningInputs, profiles: Profiles) -> str:
             f" reference GPU of NVIDIA, and on {profiles.method}. Nothing of Meshwright has been run on"
             f" {_PLATFORMS[device.platform]}: take it as an estimate."
         )
-    return f"The prediction is based on {_HARDWARE[inputs.cluster.based_on]}, and on {profiles.method}."
+    basis = f"The prediction is based on {_HARDWARE[inputs.cluster.based_on]}, and on {profiles.method}."
+    busy = busy_sentence(inputs.cluster)
+    return f"{basis} {busy}." if busy else basis
 
 
 def _untested_sentence(parts: Sequence[str], inputs: PlanningInputs) -> Iterator[str]:

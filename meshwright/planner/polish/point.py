@@ -2,7 +2,7 @@
 step, and whether it fits. A step is predicted several times as fast as memory, so memory is only predicted of points
 whose step is of interest."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -162,6 +162,9 @@ class Prices:
         best, even = divided(plan, self.inputs, self.predict, profile, self.summary)
         known = self.priced.get(point)
         if known is not None and self.inputs.fits(known.prediction) and known.prediction.step_s <= best[1].step_s:
+            evenly = even or best
+            if known.plan != evenly[0]:
+                self.priced[point] = replace(known, even=evenly)
             return
         self._divisions[_stages_key(point)] = best[0]
         self.priced[point] = PricedPlan(point.candidate, *best, even=even)

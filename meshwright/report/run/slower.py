@@ -122,6 +122,8 @@ def explain_run(folder: str | Path) -> Answer:
             f"Only {len(by_rank)} of {run.plan.world_size} ranks have recorded times, so waiting for the others counts"
             " as exchanging."
         )
+    if isinstance(based_on := prediction.get("based_on"), str):
+        sentences.append(f"The prediction is based on constants of the hardware that are {based_on}.")
     return Answer("slower_run", ("a step", *KINDS, "whole step"), tuple(rows), tuple(sentences), values)
 
 

@@ -50,7 +50,7 @@ from meshwright.profile.structure.splits import SplitGroup, SplitKind
 from meshwright.profile.values import ModelProfile, Operator, Parameter, TraceSegment
 from meshwright.simulator.profile_cache import ProfileCache
 from meshwright.simulator.runtime import OUR_RUNTIME, Runtime
-from meshwright.simulator.tensor.split_profile import SplitShare, split_shares
+from meshwright.simulator.tensor.split_profile import SplitShare, rows_of_sample, split_shares
 from meshwright.simulator.tensor.standalone_splits import is_standalone, with_standalone_splits
 
 _LayerKind = Literal["column", "row", "embedding", "head"]
@@ -187,8 +187,7 @@ class _ForwardWalk:
         """The rows of a product, or the tokens that an embedding looks up, for one sample."""
         if operator.kind == "embedding":
             return round(operator.shape[0].linear / self._widths.get(f"{operator.layer}.weight", 1))
-        count, m, *_ = operator.shape
-        return round(count.constant * m.linear + count.linear * m.constant)
+        return rows_of_sample(operator)
 
 
 def _whole_weights(

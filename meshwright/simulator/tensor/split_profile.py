@@ -3,7 +3,8 @@
 Over a tensor axis of t ranks, each rank has of a group of modules that are split together (`SplitGroup`):
 
     parameters, gradients   1/t         work   1/t         values inside the group   1/t         its input   whole
-    with `sequence`, everything between the groups   1/t; with `loss`, the scores up to the loss   1/t
+    with `sequence`, if samples have several tokens, everything between the groups   1/t
+    with `loss`, the scores up to the loss   1/t
     experts that no group splits: every rank gathers the tokens of all, and computes the same rows   whole
 
 Over a replicate axis of r ranks, each rank computes with the samples of all of them:
@@ -104,7 +105,7 @@ def split_profile(profile: ModelProfile, plan: Plan) -> ModelProfile:
 def _split_profile(profile: ModelProfile, plan: Plan) -> ModelProfile:
     profile = with_standalone_splits(profile, plan)
     shares = split_shares(profile, plan)
-    sequence = plan.axes.tensor if plan.modules.sequence else 1
+    sequence = plan.axes.tensor if plan.modules.sequence and _has_tokens(profile) else 1
     if not shares and sequence == 1:
         return profile
     assert profile.structure is not None
@@ -138,6 +139,25 @@ def _split_profile(profile: ModelProfile, plan: Plan) -> ModelProfile:
     if any(extra_inputs.values()):
         segments = with_saved_inputs(profile, segments, extra_inputs)
     return replace(profile, segments=segments, parameters=_split_parameters(profile, shares))
+
+
+def rows_of_sample(product: Operator) -> int:
+    """The rows of a matrix product for one sample."""
+    count, rows, *_ = product.shape
+    return round(count.constant * rows.linear + count.linear * rows.constant)
+
+
+def _has_tokens(profile: ModelProfile) -> bool:
+    """Whether a layer that can be split computes several rows for a sample. Otherwise there is no sequence that ranks
+    could divide."""
+    groups = profile.structure.splits if profile.structure else ()
+    modules = {split.module for group in groups for split in group.splits}
+    return any(
+        operator.kind == "matmul" and operator.layer in modules and rows_of_sample(operator) > 1
+        for segment in profile.segments
+        if segment.phase == "forward"
+        for operator in segment.operators
+    )
 
 
 def _split_parameters(profile: ModelProfile, shares: Mapping[str, SplitShare]) -> tuple[Parameter, ...]:

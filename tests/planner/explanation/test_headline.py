@@ -56,6 +56,18 @@ def test_recomputation_is_no_part_of_the_share_of_the_peak_rate() -> None:
     assert mfu[1] / mfu[0] == pytest.approx(lines[1].samples_per_s / lines[0].samples_per_s)
 
 
+def test_an_answer_says_that_other_programs_disturbed_the_measurement() -> None:
+    idle = PlanningInputs(find_cluster("4xH100"), 64, ADAMW)
+    busy = replace(idle, cluster=idle.cluster.model_copy(update={"busy_cores": 1.5}))
+    words = "Other programs used 1.5 of"
+    plan = Plan.model_validate({"axes": {"replicate": 4}})
+    assert words in " ".join(predict_given_plan(plan, busy, small_decoder()).explanation)
+    assert words not in " ".join(predict_given_plan(plan, idle, small_decoder()).explanation)
+    assert (
+        "while other programs used 1.5" in predict_given_plan(plan, busy, small_decoder()).to_dict()["best"]["based_on"]
+    )
+
+
 def test_plain_plans_are_compared_with_and_are_part_of_the_answer() -> None:
     result, report = reported(PlanningInputs(find_cluster("2x4xH100"), 64, ADAMW))
     by_name = {plain.name: plain for plain in report.headline.plain}

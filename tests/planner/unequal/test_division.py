@@ -131,7 +131,8 @@ def test_memory_of_the_smaller_device_limits_its_share() -> None:
 
 def test_a_pipeline_is_cut_by_the_speed_of_its_ranks() -> None:
     inputs = PlanningInputs(find_cluster("A100-80GB+V100-32GB"), 32, ADAMW)
-    fixed = constrained(inputs, make_constraints({"axes.pipeline": 2, "memory.recompute": "none"}))
+    simple = {"axes.pipeline": 2, "pipeline.schedule": "1f1b", "memory.recompute": "none"}
+    fixed = constrained(inputs, make_constraints(simple))
     result = search(fixed, small_decoder())
     best = result.ranked[0]
     assert best.even is not None

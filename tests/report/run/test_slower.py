@@ -23,6 +23,7 @@ def test_a_slow_rank_is_named_and_differences_add_up(tmp_path: Path) -> None:
     assert [slow["rank"] for slow in values["slow_ranks"]] == [SLOW_RANK]
     assert values["slow_ranks"][0]["cause"] == "computing"
     assert f"The others wait for rank {SLOW_RANK}, whose own work takes 1." in " ".join(answer.sentences)
+    assert answer.sentences[-1] == "The prediction is based on constants of the hardware that are measured."
     assert len(answer.rows) == 1 + 4
     page = question_page({**answer.to_dict(), "title": "run"})
     (table,) = [part for part in page.sections[0].parts if isinstance(part, Table)]

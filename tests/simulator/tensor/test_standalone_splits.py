@@ -186,6 +186,7 @@ def test_the_messages_of_a_standalone_layer(axis: str, kind: str, expected: dict
 def test_inputs_without_a_sequence_are_not_divided_along_it() -> None:
     plan = split_plan("tensor", {"4": "column", "0": "none"}, modules={"sequence": True})
     assert layer_messages(plan) == {("all_gather", Y): 1, ("all_reduce", X): 1}
+    assert split_profile(traced(), plan) == split_profile(traced(), split_plan("tensor", {"4": "column", "0": "none"}))
 
 
 def test_consecutive_split_layers_scatter_and_gather_between_them() -> None:
