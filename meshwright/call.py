@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict
 
 from meshwright.errors import InputError, did_you_mean
 from meshwright.limits import is_number
@@ -21,15 +21,6 @@ from meshwright.torchvision_import import mend_torchvision
 from meshwright.user_code import raise_user_code_error, running_user_code
 
 _USER_MODULE = "meshwright_user_"  # begins the names of modules that are imported from a file
-_MOVED = {  # modules that have moved since; job files of earlier versions name their old paths
-    "text": ("decoder", "decoder_sizes", "encoder", "masked", "skip_gram", "token_file", "tokens", "word_contexts"),
-    "images": ("image_folder", "voc"),
-}
-_NEW_PATHS = {
-    f"meshwright.workloads.{module}": f"meshwright.workloads.{folder}.{module}"
-    for folder, modules in _MOVED.items()
-    for module in modules
-}
 
 
 class Call(BaseModel):
@@ -41,13 +32,6 @@ class Call(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="allow")
     call: str
-
-    @field_validator("call")
-    @classmethod
-    def _current_path(cls, path: str) -> str:
-        """Replaces the old path of a module that has moved, so that old job files and runs stay valid."""
-        module, colon, name = path.partition(":")
-        return f"{_NEW_PATHS.get(module, module)}{colon}{name}"
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -247,10 +247,3 @@ def test_the_way_gradients_are_combined_is_part_of_the_summary() -> None:
     assert (plan.world_size, plan.processes) == (3, 5)
     local = Plan.model_validate({"axes": {"replicate": 3}, "gradients": {"algorithm": "native", "local_steps": 8}})
     assert local.summary() == "replicate 3 · fp32 · native · 8 local steps"
-
-
-def test_plans_that_were_saved_with_a_mode_in_compile_are_read() -> None:
-    plan = Plan.model_validate({"compute": {"compile": "max-autotune"}})
-    assert (plan.compute.compile, plan.compute.compile_mode) == ("blocks", "max-autotune")
-    assert Plan.model_validate({"compute": {"compile": "default"}}).compute.compile == "blocks"
-    assert "compiled blocks max-autotune" in plan.summary()

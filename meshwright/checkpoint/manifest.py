@@ -205,10 +205,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{folder}: its {MANIFEST} is damaged") from None
     if not isinstance(contents, dict) or not isinstance(contents.get("files"), dict):
         raise CheckpointError(f"{folder}: its {MANIFEST} is damaged")
-    if contents.get("format") == _FORMAT or ".metadata" not in contents["files"]:
-        contents = check_signed(f"{folder}: its {MANIFEST}", contents)
-    elif environment_key() is not None:
-        raise CheckpointError(f"{folder}: its {MANIFEST} is of an older version, which did not sign, and a key is set")
+    contents = check_signed(f"{folder}: its {MANIFEST}", contents)
     try:
         return Manifest.model_validate(contents)
     except (ValidationError, RecursionError) as error:

@@ -1,46 +1,25 @@
-"""Reads the tensors and objects of a checkpoint. `open_checkpoint` returns the reader for the format of a folder: the
-one that save.py writes, or the older one of torch.distributed.checkpoint (dcp_format.py). Neither executes code."""
+"""Reads the tensors and objects of a checkpoint that save.py wrote, without executing anything that is in it."""
 
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from meshwright.checkpoint.chunks import Box, narrow, overlap
 from meshwright.checkpoint.contents import check_contents
-from meshwright.checkpoint.dcp_format import METADATA, DcpCheckpoint
 from meshwright.checkpoint.files import CheckpointFiles
-from meshwright.checkpoint.index import INDEX, Piece, SavedTensor, check_places, parse_index
+from meshwright.checkpoint.index import INDEX, Piece, check_places, parse_index
 from meshwright.checkpoint.manifest import Manifest, read_manifest, step_of
 from meshwright.errors import CheckpointError
 from meshwright.plain_values import DamagedValueError, from_json
 
 
-class CheckpointReader(Protocol):
+class CheckpointReader:
     """An opened checkpoint. `tensors` are those it holds, and `objects` the values that are not tensors, by key."""
-
-    @property
-    def files(self) -> CheckpointFiles: ...
-
-    @property
-    def tensors(self) -> Mapping[str, SavedTensor]: ...
-
-    @property
-    def objects(self) -> Mapping[str, Any]: ...
-
-    def read_piece(self, key: str, piece: Piece, first_row: int, rows: int) -> Tensor:
-        """Returns `rows` rows of a piece of the tensor `key` from the piece's row `first_row` on. A piece without
-        dimensions has one row."""
-        ...
-
-
-class RawCheckpoint:
-    """A checkpoint whose pieces are raw bytes."""
 
     def __init__(self, files: CheckpointFiles) -> None:
         self.files = files
@@ -53,6 +32,8 @@ class RawCheckpoint:
             raise CheckpointError(f"{files.folder}: its {INDEX} is damaged: {error}") from None
 
     def read_piece(self, key: str, piece: Piece, first_row: int, rows: int) -> Tensor:
+        """Returns `rows` rows of a piece of the tensor `key` from the piece's row `first_row` on. A piece without
+        dimensions has one row."""
         tensor = self.tensors[key]
         sizes = [rows, *piece.sizes[1:]] if piece.sizes else []
         result = torch.empty(sizes, dtype=tensor.torch_dtype)
@@ -84,7 +65,7 @@ def open_checkpoint(folder: Path, manifest: Manifest) -> Iterator[CheckpointRead
     """Opens the checkpoint that has this manifest. Raises a `CheckpointError` if what it says about its contents cannot
     be believed. Files are compared with the manifest when they are opened."""
     with CheckpointFiles(folder, manifest) as files:
-        reader: CheckpointReader = DcpCheckpoint(files) if METADATA in manifest.files else RawCheckpoint(files)
+        reader = CheckpointReader(files)
         problem = check_contents(reader.tensors, reader.objects)
         if problem is not None:
             raise CheckpointError(f"{folder}: it is damaged: {problem}")
@@ -100,8 +81,6 @@ def verify(folder: Path) -> Manifest:
     manifest = read_manifest(folder)
     with open_checkpoint(folder, manifest) as reader:
         reader.files.verify()
-        if isinstance(reader, DcpCheckpoint):
-            reader.verify_tensors()
     return manifest
 
 

@@ -1,6 +1,5 @@
 """`SafeUnpickler`: reads a pickle that somebody else may have crafted. It calls only what `find_class` of a derived
-class returns, changes no object but those of `StandIn`, and does not nest tuples so deeply that hashing them would
-crash."""
+class returns, changes no object, and does not nest tuples so deeply that hashing them would crash."""
 
 import pickle
 from collections.abc import Callable
@@ -12,14 +11,6 @@ _MOST_VALUES_IN_TUPLE = 10**6  # those of inner tuples count each time, because 
 # The implementation of pickle in Python, which that in C replaces under the public name. The one in C reserves as much
 # memory as a crafted file tells it to.
 _PythonUnpickler: Any = pickle._Unpickler
-
-
-class StandIn:
-    """An object of a pickle, in place of one of the class `kind` that the pickle names. `fields` is its state."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.fields: dict[str, Any] = {}
 
 
 class _Tuple(tuple[Any, ...]):
@@ -71,13 +62,8 @@ class SafeUnpickler(_PythonUnpickler):
         del self.stack[-size:]
         self._append_tuple(items)
 
-    def _load_build(self) -> None:
-        state = self.stack.pop()
-        target = self.stack[-1]
-        if type(target) is not StandIn:
-            raise pickle.UnpicklingError("it sets the state of an object that has none")
-        # Not a copy: a pickle can set the same large state again and again.
-        target.fields = state if isinstance(state, dict) else {"state": state}
+    def _refuse_build(self) -> None:
+        raise pickle.UnpicklingError("it sets the state of an object that has none")
 
     def _refuse_bytearray(self) -> None:
         """The method of the base class reserves as much memory as the pickle says, before it reads anything."""
@@ -93,5 +79,5 @@ class SafeUnpickler(_PythonUnpickler):
     dispatch[pickle.TUPLE2[0]] = lambda self: self._load_short_tuple(2)
     dispatch[pickle.TUPLE3[0]] = lambda self: self._load_short_tuple(3)
     dispatch[pickle.BYTEARRAY8[0]] = _refuse_bytearray
-    dispatch[pickle.BUILD[0]] = _load_build
+    dispatch[pickle.BUILD[0]] = _refuse_build
     dispatch[pickle.NEWOBJ[0]] = _load_new_object

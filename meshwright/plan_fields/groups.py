@@ -205,14 +205,6 @@ class Compute(PlanGroup):
         """What decides the speed of operators on images: their memory format, or the kernels of their convolutions."""
         return self.layout if self.convolutions == "default" else "nnpack"
 
-    @model_validator(mode="before")
-    @classmethod
-    def _read_earlier_values_of_compile(cls, values: Any) -> Any:
-        """In plans that were saved before `compile_mode` existed, `compile` is the mode for the model's blocks."""
-        if isinstance(values, dict) and values.get("compile") in ("default", "max-autotune"):
-            return {**values, "compile": "blocks", "compile_mode": values["compile"]}
-        return values
-
 
 class Shares(PlanGroup):
     """How samples and weights are divided among ranks that are not alike: samples of a global batch by the speed of

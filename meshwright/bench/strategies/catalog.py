@@ -27,8 +27,6 @@ STRATEGIES = (
     AUTO,
 )
 ON_ONE_DEVICE = (SINGLE, PLAIN)
-# How the strategies were called before there was more than one of a kind.
-_EARLIER_NAMES = {"one rank": SINGLE, "threads": DATA_PARALLEL}
 
 
 def selected_strategies(only: str | None) -> tuple[str, ...]:
@@ -37,7 +35,7 @@ def selected_strategies(only: str | None) -> tuple[str, ...]:
     are compared, is always selected."""
     if only is None:
         return STRATEGIES
-    words = [_EARLIER_NAMES.get(word.strip(), word.strip()) for word in only.split(",")]
+    words = [word.strip() for word in only.split(",")]
     kinds = [*dict.fromkeys((*STRATEGIES, *(name.split()[0] for name in STRATEGIES)))]
     for word in words:
         if word not in kinds:

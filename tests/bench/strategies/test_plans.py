@@ -85,7 +85,7 @@ def test_a_model_that_cannot_be_divided_gets_a_reason() -> None:
 def test_strategies_are_chosen_by_name_and_by_kind() -> None:
     assert selected_strategies(None) == STRATEGIES
     assert selected_strategies("shard, DataParallel") == (SINGLE, DATA_PARALLEL, *STRATEGIES[12:15])
-    assert selected_strategies("threads,pipeline zbv") == (SINGLE, DATA_PARALLEL, "pipeline zbv")
+    assert selected_strategies("DataParallel,pipeline zbv") == (SINGLE, DATA_PARALLEL, "pipeline zbv")
     with pytest.raises(InputError, match="no strategy 'tensors': did you mean 'tensor'"):
         selected_strategies("replicate,tensors")
 
