@@ -43,7 +43,7 @@ from meshwright.train.output.folder import RunFolder, device_text, find_run_to_r
 from meshwright.train.output.origin import read_run_file
 from meshwright.train.tuning.ranks import TuningRequest
 from meshwright.train.tuning.variants import Variant
-from meshwright.user_code import first_line
+from meshwright.user_code import describe_error, first_line, user_position
 
 CheckPlan = Callable[[Plan], None]
 """Raises an `InputError` for plans that must not be chosen."""
@@ -69,7 +69,7 @@ def free_best(inputs: PlanningInputs, profiles: Profiles) -> PricedPlan | None:
 @dataclass(frozen=True)
 class JobPlan:
     """The plan that a job is trained with. `step_s` are the predicted seconds of a step, None without a prediction.
-    `line` says how `plan: auto` has chosen the plan; None if the job names its plan, or if its code fails.
+    `line` says how `plan: auto` has chosen the plan, or why nothing was predicted; None if the job names its plan.
     `prediction` is the whole prediction; None without one. `variants` returns the variants of the plan that may be
     timed: none if the plan was named by the job or stored in a run, and not found by a search."""
 
@@ -116,10 +116,10 @@ def plan_of_job(
             inputs = replace(inputs, check_plan=_both(inputs.check_plan, refuse))
     except UserCodeError:  # a second attempt would execute the failing code again, for example the import of a file
         raise
-    except Exception:  # raised by the job's own code; the checks before the run report it
+    except Exception as error:
         if plan == "auto" and job.constraints:
             raise
-        return JobPlan(fallback)
+        return JobPlan(fallback, line=line and f"{line}: {_why_unpredicted(error)}")
     try:
         if plan == "auto":
             # On GPUs, the operators are not measured: it would take memory of a device that the ranks need.
@@ -139,10 +139,19 @@ def plan_of_job(
             ranks = cluster.with_device_count(min(plan.world_size, cluster.device_count))
         prediction = predict_plan(ranks, profile, plan, inputs.global_batch, inputs.optimizer, runtime=inputs.runtime)
         return JobPlan(plan, prediction.step_s, prediction=prediction)
-    except MeshwrightError:  # the model cannot be traced, or no plan is predicted to fit: train anyway
+    except Exception as error:  # the model cannot be traced, or no plan is predicted to fit: train anyway
         if plan == "auto" and job.constraints:
             raise
-        return JobPlan(fallback, line=line)
+        return JobPlan(fallback, line=line and f"{line}: {_why_unpredicted(error)}")
+
+
+def _why_unpredicted(error: Exception) -> str:
+    """Returns why nothing was predicted. What neither says itself in words nor comes from the user's code is shown as
+    our fault."""
+    if isinstance(error, MeshwrightError):
+        return first_line(error)
+    whose = "" if user_position(error) else "a fault of Meshwright, which we ask you to report: "
+    return f"{whose}{describe_error(error)}"
 
 
 def _with_warning(line: str, cluster: Cluster) -> str:
@@ -274,7 +283,7 @@ def best_plan(
             is_mistake = isinstance(error, MeshwrightError) and not isinstance(error, NotPredictable)
             if is_mistake or cluster is not None or constraints:
                 raise
-            return _unpredicted_plan(world, check, first_line(error))
+            return _unpredicted_plan(world, check, _why_unpredicted(error))
 
     with preserve_generators():  # only rank 0 may draw random numbers here
         plan = _plan_of_rank_0(search_or_replicate, world)

@@ -60,6 +60,38 @@ def test_a_job_gets_a_plan_that_runs_and_does_not_change_the_numerics(batch: int
     assert plan_of_job(JobParts(job), unmeasured, TWO_REPLICAS) == JobPlan(TWO_REPLICAS)
 
 
+def raising(error: Exception) -> Callable[..., Any]:
+    """A function of the user's, as this file is none of Meshwright's."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fails
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "words"),
+    [
+        ("planning_inputs", raising(InputError("no plan fits")), "no plan fits"),
+        ("measured_search", raising(InputError("no plan fits")), "no plan fits"),
+        ("measured_search", raising(KeyError("x")), f"KeyError: 'x' ({__file__}, line "),
+        (
+            "planning_inputs",
+            lambda *_, **__: (None, None),
+            "a fault of Meshwright, which we ask you to report: AttributeError: 'NoneType' object has no attribute",
+        ),
+    ],
+)
+def test_without_a_prediction_the_line_says_why(
+    name: str, function: Callable[..., Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose, name, function)
+    chosen = plan_of_job(JobParts(toy_job()), cpu_cluster(2), "auto")
+    assert (chosen.line or "").startswith(f"plan: {TWO_REPLICAS.summary()}, without a prediction: {words}")
+    assert chosen.plan == TWO_REPLICAS
+    assert plan_of_job(JobParts(toy_job()), cpu_cluster(2), TWO_REPLICAS).line is None
+
+
 def test_the_line_warns_of_programs_that_disturbed_the_measurement() -> None:
     parts, measured = JobParts(toy_job()), cpu_cluster(2)
     line = plan_of_job(parts, measured, "auto").line or ""
@@ -181,7 +213,9 @@ def test_released_parts_are_built_again(calls: Counter[str]) -> None:
 def test_a_mistake_in_the_data_is_reported_by_every_reader() -> None:
     job = parse_job({**toy_job().model_dump(mode="json"), "data": {"train": {"call": "fractions:Fraction"}}})
     parts = JobParts(job)
-    assert plan_of_job(parts, cpu_cluster(2), "auto") == JobPlan(TWO_REPLICAS)
+    chosen = plan_of_job(parts, cpu_cluster(2), "auto")
+    assert (chosen.plan, chosen.step_s) == (TWO_REPLICAS, None)
+    assert "without a prediction: data.train makes a Fraction, which is no data set" in (chosen.line or "")
     with pytest.raises(InputError, match="which is no data set"):
         check_job(job, TWO_REPLICAS, cpu_cluster(2), parts)
 
