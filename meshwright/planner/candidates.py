@@ -14,7 +14,7 @@ A `Candidate` has the few numbers in which plans differ. The complete plan is cr
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import gcd, isqrt
+from math import gcd
 from typing import Any, Literal
 
 from meshwright.errors import InputError
@@ -28,7 +28,14 @@ from meshwright.planner.branch_placement import (
 )
 from meshwright.planner.constraints.apply import applied
 from meshwright.planner.constraints.contradictions import no_plan_keeps
-from meshwright.planner.constraints.space import fixed_or, keeps_axes, microbatch_counts, schedules, shard_sizes
+from meshwright.planner.constraints.space import (
+    divisors,
+    fixed_or,
+    keeps_axes,
+    microbatch_counts,
+    schedules,
+    shard_sizes,
+)
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.model_summary import ModelSummary
 from meshwright.simulator.data_ranks import groups_are_alike
@@ -49,8 +56,7 @@ _SCHEDULES: tuple[tuple[Schedule, int], ...] = (
     ("gpipe", 1),
 )
 _SHORTEST_SEQUENCE, _FEWEST_TOKENS = 16_384, 4_096  # chosen: sequences that are divided, and the tokens of a rank
-_MOST_UNEVEN = 32  # chosen: up to this number, microbatches need not have equally many samples
-_LEAST_USED = 0.75  # chosen: if no plan can use all devices, plans with at least this share of them are tried
+LEAST_USED = 0.75  # chosen: the least share of the devices that a plan uses, unless the batch is too small
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,12 @@ class AxisSizes:
             return self
         joined = "shard" if self.shard > 1 else "replicate"
         return replace(self, context=1, **{joined: getattr(self, joined) * self.context})
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Everything but how many of the data ranks are shards, and what these divide."""
+        placed = self.splits_wide_layers, self.placed_branches, self.splits_shared_layers
+        return self.data_ranks, self.shard > 1, self.tensor, self.pipeline, self.context, self.expert, *placed
 
     @property
     def data_ranks(self) -> int:
@@ -154,16 +166,16 @@ class Candidate:
 
 def possible_axis_sizes(summary: ModelSummary, inputs: PlanningInputs) -> list[AxisSizes]:
     """Returns every way to divide the devices into axes. Some devices stay unused if the batch has fewer samples than
-    there are devices, or if no axes over all devices divide the batch. Raises an `InputError` if there is no way."""
+    there are devices, if no axes over all devices divide the batch, or if the number of machines, or of devices of one
+    machine, is a little above a power of two. Raises an `InputError` if there is no way."""
     devices = inputs.cluster.device_count
     all_sizes = list(_sizes_for(summary, inputs, devices))
     for ranks in _fewer(inputs):
         all_sizes += _sizes_for(summary, inputs, ranks)
-    step = inputs.devices_per_node if sum(node.number for node in inputs.cluster.nodes) > 1 else 1
-    ranks = devices - step
-    while not all_sizes and ranks >= devices * _LEAST_USED:
+    ranks = devices - _unit(inputs)
+    while not all_sizes and ranks >= devices * LEAST_USED:
         all_sizes = list(_sizes_for(summary, inputs, ranks))
-        ranks -= step
+        ranks -= _unit(inputs)
     kept = [sizes for sizes in dict.fromkeys(all_sizes) if keeps_axes(inputs, sizes)]
     if not kept:
         raise InputError(no_plan_keeps(inputs))
@@ -171,12 +183,22 @@ def possible_axis_sizes(summary: ModelSummary, inputs: PlanningInputs) -> list[A
 
 
 def _fewer(inputs: PlanningInputs) -> list[int]:
-    """Numbers of ranks below that of the devices, for a batch with too few samples for more data ranks."""
+    """Numbers of ranks below that of the devices: those for a batch with too few samples for more data ranks, and a
+    power of two, over which the quickest algorithms of an all-reduce combine gradients."""
     devices, batch = inputs.cluster.device_count, inputs.global_batch
-    if batch >= devices:
-        return []
-    ranks = {batch << power for power in range(devices.bit_length())} | {devices - devices % batch}
+    ranks: set[int] = set()
+    if batch < devices:
+        ranks = {batch << power for power in range(devices.bit_length())} | {devices - devices % batch}
+    if inputs.cluster.is_uniform:
+        unit = _unit(inputs)
+        power = unit << ((devices // unit).bit_length() - 1)
+        ranks |= {power} if power >= LEAST_USED * devices else set()
     return sorted(number for number in ranks if number < devices)
+
+
+def _unit(inputs: PlanningInputs) -> int:
+    """The number of devices by which more or fewer are used: those of a machine if there are several machines."""
+    return inputs.devices_per_node if sum(node.number for node in inputs.cluster.nodes) > 1 else 1
 
 
 def _sizes_for(summary: ModelSummary, inputs: PlanningInputs, ranks: int) -> Iterator[AxisSizes]:
@@ -280,12 +302,8 @@ def candidate_series(
     is_fixed = "pipeline.schedule" in fixed
 
     is_even = inputs.even_shares and inputs.global_batch % sizes.data_ranks == 0
-
-    def counts_of(local_batch: int) -> list[int]:
-        return [1] if inputs.compares_samples else _microbatch_counts(local_batch, is_even)
-
     largest_share = -(-inputs.global_batch // sizes.data_ranks)
-    counts = microbatch_counts(inputs, largest_share, pipelined, counts_of, is_even)
+    counts = microbatch_counts(inputs, largest_share, pipelined, is_even)
     for schedule, stages_per_rank in schedules(inputs, sizes.pipeline, _SCHEDULES) if pipelined else _SCHEDULES[:1]:
         if sizes.expert > 1 and schedule == "zero_bubble":  # its backward pass in two parts would exchange tokens twice
             continue
@@ -307,15 +325,6 @@ def _recompute_levels(summary: ModelSummary, sizes: AxisSizes) -> tuple[Recomput
         return RECOMPUTES[:1]
     kind = sizes.placed_branches
     return RECOMPUTES[:1] if kind and lie_in_recomputed_blocks(summary, kind) else RECOMPUTES
-
-
-def _microbatch_counts(local_batch: int, even: bool) -> list[int]:
-    """The numbers of microbatches that are tried, the largest first: all divisors of the local batch. Unless `even` is
-    True, also all numbers up to `_MOST_UNEVEN` and powers of two, of which some microbatches have one sample more than
-    others."""
-    powers = {1 << power for power in range(local_batch.bit_length())}
-    few = range(1, min(local_batch, _MOST_UNEVEN) + 1)
-    return sorted({*divisors(local_batch), *(() if even else (*powers, *few))}, reverse=True)
 
 
 def _is_useful(schedule: str, ranks: int, stages_per_rank: int, count: int, is_fixed: bool) -> bool:
@@ -379,8 +388,3 @@ def _modules(sizes: AxisSizes, summary: ModelSummary, inputs: PlanningInputs) ->
         loss=sizes.tensor > 1 and summary.has_vocabulary,
         attention_exchange="ring" if sizes.context > 1 else "all_gather",
     )
-
-
-def divisors(number: int) -> list[int]:
-    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
-    return sorted({*small, *(number // size for size in small)})

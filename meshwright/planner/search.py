@@ -6,7 +6,8 @@ plans are the fastest simulated plans that fit, after the best plan. A family is
                 fit at each level of recomputation, with the fields of `compute` that are mostly the fastest, and of
                 these and smaller ones the fastest (polish/descent.py). Skipped if a lower bound of the step is longer
                 than the fastest plan; the search ends when the guess is `_GUESS_TOLERANCE` times as long, or after
-                `_MOST_AXES` of them
+                `_MOST_AXES` of them. Of those that differ only in how shards and replicas share data ranks, the one
+                with the fastest guess is searched
     plain       plain replicas, shards at each level, and replicas of shards within a node are always searched, with all
                 fields but their axes: they are what a person compares with
     branches    the best guess of each family that places branches on different ranks is always searched, for up to
@@ -208,7 +209,11 @@ def _search_sizes(
 
 def _search_axes(state: _PlanSearch, descent: Descent, by_sizes: dict[AxisSizes, Bounded]) -> None:
     searched = 0
+    shapes: set[tuple[Any, ...]] = set()
     for sizes, bounded in by_sizes.items():  # in the order of their guess
+        if sizes.shape in shapes:  # the fastest of a shape leads to the others
+            continue
+        shapes.add(sizes.shape)
         fastest_s = min((state.prices.seconds(p) for p in state.points.values() if p is not None), default=NEVER_S)
         limit_s = fastest_s if descent.uses_bounds else NEVER_S
         if fastest_s < NEVER_S and (searched >= _MOST_AXES or bounded[0][1].guess_s > _GUESS_TOLERANCE * limit_s):

@@ -15,9 +15,10 @@ from meshwright.plan_fields.constraints import make_constraints
 from meshwright.plan_fields.effects import Numerics
 from meshwright.plan_fields.groups import Axes
 from meshwright.planner.bounds import BoundCalculator
-from meshwright.planner.candidates import RECOMPUTES, AxisSizes, candidate_series
+from meshwright.planner.candidates import RECOMPUTES, AxisSizes, candidate_series, possible_axis_sizes
 from meshwright.planner.constraints.apply import constrained
 from meshwright.planner.explanation.explain import explain, step_shares
+from meshwright.planner.explanation.report import predict_given_plan
 from meshwright.planner.inputs import TOP, PlanningInputs
 from meshwright.planner.model_summary import ModelSummary
 from meshwright.planner.offload import search_with_offload
@@ -262,6 +263,17 @@ def test_a_batch_that_no_axis_divides_has_shares_that_differ_by_one_sample() -> 
     best = result.ranked[0]
     assert best.plan.shares.samples == (33, *(32,) * 7)
     assert {priced.plan.world_size for priced in result.ranked} == {8}
+
+
+def test_a_plan_may_leave_out_devices_beyond_a_power_of_two() -> None:
+    """An all-reduce over nine machines takes about twice as long as one over eight."""
+    inputs, eight = search_plans("8x8xH100@Ethernet-10G", small_decoder(), 72)
+    more, nine = search_plans("9x8xH100@Ethernet-10G", small_decoder(), 72)
+    assert nine.ranked[0].prediction.step_s <= 1.03 * eight.ranked[0].prediction.step_s
+    assert {sizes.ranks for sizes in possible_axis_sizes(nine.summary, more)} == {72, 64}
+    assert {sizes.ranks for sizes in possible_axis_sizes(eight.summary, inputs)} == {64}
+    given = predict_given_plan(eight.ranked[0].plan, more, small_decoder())
+    assert " on 64 of 72 devices trains 72 samples in " in given.explanation[0]
 
 
 def test_unequal_shares_may_be_cut_into_unequal_microbatches() -> None:

@@ -1,12 +1,14 @@
 """Which candidates keep constraints: the sizes of axes, schedules and numbers of microbatches. A fixed value is
 proposed even where a free search would not try it, such as a tensor axis over several nodes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from math import isqrt
 from typing import Any, TypeVar
 
 from meshwright.plan_fields.groups import STAGES_PER_RANK
 from meshwright.planner.inputs import PlanningInputs
 
+_MOST_UNEVEN = 32  # chosen: up to this number, microbatches need not have equally many samples
 _ScheduleAndStages = TypeVar("_ScheduleAndStages", bound=tuple[Any, int])
 
 
@@ -46,12 +48,9 @@ def schedules(
     return [(name, stages // ranks) for name in names if STAGES_PER_RANK.get(name, stages // ranks) == stages // ranks]
 
 
-def microbatch_counts(
-    inputs: PlanningInputs, local_batch: int, pipelined: bool, counts_of: Callable[[int], Sequence[int]], even: bool
-) -> dict[float, int]:
-    """The mean sizes of microbatches that a rank's share of a batch can be cut into, and how many there are of each.
-    Without constraints, the numbers are those that `counts_of` returns. If `even`, all microbatches have equally many
-    samples."""
+def microbatch_counts(inputs: PlanningInputs, local_batch: int, pipelined: bool, even: bool) -> dict[float, int]:
+    """The mean sizes of microbatches that a rank's share of a batch can be cut into, and how many there are of each. If
+    `even`, all microbatches have equally many samples."""
     constraints = inputs.constraints
     fixed, field = constraints.fixed, "pipeline.microbatches" if pipelined else "memory.accumulation"
     if pipelined:
@@ -63,7 +62,7 @@ def microbatch_counts(
         return {}  # these need a pipeline
     count = fixed.get(field)
     if count is None:
-        counts = counts_of(local_batch)
+        counts = [1] if inputs.compares_samples else _free_counts(local_batch, even)
     else:
         is_possible = _divides(count, local_batch, even) and (count == 1 or not inputs.compares_samples)
         counts = [count] if is_possible else []
@@ -84,3 +83,17 @@ def keeps_axes(inputs: PlanningInputs, sizes: Any) -> bool:
 
 def _divides(count: int, local_batch: int, even: bool) -> bool:
     return local_batch % count == 0 if even else local_batch >= count
+
+
+def _free_counts(local_batch: int, even: bool) -> list[int]:
+    """The numbers of microbatches that are tried, the largest first: all divisors of the local batch. Unless `even` is
+    True, also all numbers up to `_MOST_UNEVEN` and powers of two, of which some microbatches have one sample more than
+    others."""
+    powers = {1 << power for power in range(local_batch.bit_length())}
+    few = range(1, min(local_batch, _MOST_UNEVEN) + 1)
+    return sorted({*divisors(local_batch), *(() if even else (*powers, *few))}, reverse=True)
+
+
+def divisors(number: int) -> list[int]:
+    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})

@@ -60,7 +60,7 @@ def _preference(result: SearchResult) -> list[str]:
 def _headline(best: PricedPlan, result: SearchResult, inputs: PlanningInputs) -> str:
     superlative = "fastest" if result.fastest is None or result.fastest is best else "best"
     step_s, ranks, devices = best.prediction.step_s, best.plan.world_size, inputs.cluster.device_count
-    unused = f" on {ranks} of {devices} devices (no axes over all of them divide this batch)" if ranks < devices else ""
+    unused = f" on {ranks} of {devices} devices (no plan over all of them is faster)" if ranks < devices else ""
     return (
         f"{best.plan.summary()}{unused} trains {inputs.global_batch} samples in {seconds(step_s)}"
         f" ({plain_number(inputs.global_batch / step_s)} samples per second). It is the {superlative} of"

@@ -8,9 +8,9 @@ from math import ceil
 from meshwright.cluster.cluster import Device
 from meshwright.errors import InputError
 from meshwright.plan import Plan
-from meshwright.planner.candidates import divisors
 from meshwright.planner.constraints.apply import keeps_constraints
 from meshwright.planner.constraints.contradictions import no_plan_keeps
+from meshwright.planner.constraints.space import divisors
 from meshwright.planner.explanation.units import gib
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.model_summary import ModelSummary

@@ -12,6 +12,7 @@ from meshwright.cluster.cluster import BasedOn
 from meshwright.cluster.selftest_record import untested_parts
 from meshwright.errors import InputError
 from meshwright.plan import Plan
+from meshwright.planner.candidates import LEAST_USED
 from meshwright.planner.constraints.missing_cuts import lacks_cuts, with_cuts
 from meshwright.planner.explanation.choice import describe_choice
 from meshwright.planner.explanation.constraint_cost import cost_sentences, cost_values
@@ -93,8 +94,8 @@ def predict_given_plan(plan: Plan, inputs: PlanningInputs, profiles: Profiles) -
     """Returns the report of one plan that the user gave, without a search. Raises an `InputError` if the plan does not
     suit the number of devices."""
     cluster, devices = inputs.cluster, inputs.cluster.device_count
-    is_small_batch = plan.world_size < devices and inputs.global_batch < devices
-    if plan.world_size != devices and not is_small_batch:
+    uses_enough = plan.world_size >= LEAST_USED * devices or inputs.global_batch < devices
+    if plan.world_size > devices or not uses_enough:
         raise InputError(
             f"the plan ({plan.summary()}) is for {plan.world_size} ranks, but the cluster '{cluster.name}' has"
             f" {devices} devices: choose axes whose product is {devices}, or another cluster"
@@ -104,8 +105,9 @@ def predict_given_plan(plan: Plan, inputs: PlanningInputs, profiles: Profiles) -
         plan = with_cuts_by_speed(with_cuts(plan, summary), inputs, summary)
     profile = profiles.get(plan.numerics.precision, plan.memory.recompute)
     prediction = predict_plan(cluster, profile, plan, inputs.global_batch, inputs.optimizer, runtime=inputs.runtime)
+    used = f" on {plan.world_size} of {devices} devices" if plan.world_size < devices else ""
     sentences = [
-        f"{plan.summary()} trains {inputs.global_batch} samples in {seconds(prediction.step_s)}.",
+        f"{plan.summary()}{used} trains {inputs.global_batch} samples in {seconds(prediction.step_s)}.",
         step_shares(plan, prediction),
     ]
     sentences += shares_sentence(plan, prediction)
