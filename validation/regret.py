@@ -79,26 +79,26 @@ def _changed(plan: Plan, group: str, **fields: Any) -> Plan:
     return plan.model_copy(update={group: getattr(plan, group).model_copy(update=fields)})
 
 
-def measure(job: Job, plans: list[Plan]) -> dict[str, list[float]]:
+def measure(job: Job, plans: list[Plan], rounds: int = ROUNDS, round_s: float = ROUND_S) -> dict[str, list[float]]:
     """Runs in each rank. Returns the seconds of a step by the summary of a plan, one for each round."""
     world = join("cpu", 600)
-    built = {plan.summary(): _Steps(job, plan, world) for plan in plans}
+    built = {plan.summary(): _Steps(job, plan, world, rounds, round_s) for plan in plans}
     seconds: dict[str, list[float]] = {name: [] for name in built}
-    for number in range(ROUNDS):
+    for number in range(rounds):
         for name in list(built) if number % 2 == 0 else list(built)[::-1]:
             seconds[name].append(built[name].seconds())
     return seconds
 
 
 class _Steps:
-    """The steps of one plan: as many in a round as take about `ROUND_S`."""
+    """The steps of one plan: as many in a round as take about `round_s`."""
 
-    def __init__(self, job: Job, plan: Plan, world: Any) -> None:
-        self._step = session_steps(job, plan, world, _WARM_UP + 1 + ROUNDS * _MOST_STEPS)
+    def __init__(self, job: Job, plan: Plan, world: Any, rounds: int, round_s: float) -> None:
+        self._step = session_steps(job, plan, world, _WARM_UP + 1 + rounds * _MOST_STEPS)
         for _ in range(_WARM_UP):
             self._step()
         self._count = 1
-        self._count = broadcast_value(max(1, min(_MOST_STEPS, round(ROUND_S / self.seconds()))))
+        self._count = broadcast_value(max(1, min(_MOST_STEPS, round(round_s / self.seconds()))))
 
     def seconds(self) -> float:
         dist.barrier()
@@ -117,8 +117,15 @@ def row_of(name: str) -> Row:
     plans, predicted = plans_of(job)
     others = OtherPrograms()
     seconds = mw.launch(measure, job, plans, ranks=RANKS, device="cpu")
+    return compared(name, plans[0], seconds, predicted, others.cores())
+
+
+def compared(
+    name: str, plan: Plan, seconds: dict[str, list[float]], predicted: dict[str, float], busy_cores: float
+) -> Row:
+    """The row of a job whose chosen plan is `plan`."""
     medians = {summary: median(times) for summary, times in seconds.items()}
-    chosen, fastest = plans[0].summary(), min(medians, key=medians.__getitem__)
+    chosen, fastest = plan.summary(), min(medians, key=medians.__getitem__)
     spread = (max(seconds[fastest]) - min(seconds[fastest])) / medians[fastest]
     return {
         "job": name,
@@ -126,7 +133,7 @@ def row_of(name: str) -> Row:
         "fastest": fastest,
         "regret": medians[chosen] / medians[fastest] - 1,
         "spread": spread,
-        "busy_cores": others.cores(),
+        "busy_cores": busy_cores,
         "step_s": medians,
         "predicted_s": predicted,
     }
