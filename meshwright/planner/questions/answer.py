@@ -198,8 +198,9 @@ def plan_changed_point(point: PlannedPoint, change: str, profiles: Profiles) -> 
 
 def priced_again(priced: PricedPlan, inputs: PlanningInputs, profiles: Profiles) -> PricedPlan | None:
     """The plan with its prediction for other inputs; None if it does not fit, or not the batch."""
-    plan, batch = priced.plan, inputs.global_batch
-    if batch % plan.batch_parts if inputs.even_shares else batch < plan.batch_parts:
+    plan, batch, shares = priced.plan, inputs.global_batch, priced.plan.shares.samples
+    is_even = inputs.even_shares and not shares
+    if batch < plan.batch_parts or (is_even and batch % plan.batch_parts) or (shares and sum(shares) != batch):
         return None
     profile = profiles.get(plan.numerics.precision, plan.memory.recompute)
     prediction = predict_plan(inputs.cluster, profile, plan, batch, inputs.optimizer, runtime=inputs.runtime)

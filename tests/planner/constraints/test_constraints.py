@@ -26,6 +26,7 @@ from meshwright.planner.constraints.apply import (
     keeps_constraints,
     unconstrained,
 )
+from meshwright.planner.constraints.contradictions import no_plan_keeps
 from meshwright.planner.constraints.missing_cuts import with_cuts
 from meshwright.planner.explanation.constraint_cost import cost_sentences, cost_values
 from meshwright.planner.explanation.report import predict_given_plan
@@ -290,6 +291,13 @@ def test_constraints_of_the_command_line_replace_those_of_the_job() -> None:
     assert both.fixed == {"axes.pipeline": 2, "axes.tensor": 1, "memory.recompute": "none"}
     assert both.max_memory == 2**31
     assert set(FIELDS) >= set(both.fixed)
+
+
+def test_why_no_plan_keeps_constraints() -> None:
+    free = inputs_of("2xA100-80GB", 16)
+    assert no_plan_keeps(free) == "no plan can be run on '2xA100-80GB'"
+    kept = constrained(free, make_constraints({"axes.shard": 2}))
+    assert "not this one" in no_plan_keeps(kept, "not this one")
 
 
 def test_limits_of_memory_are_limits_of_one_device() -> None:

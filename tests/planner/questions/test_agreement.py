@@ -14,7 +14,7 @@ from meshwright.cluster.detect import find_cluster
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.offload import search_with_offload
 from meshwright.planner.profiles import Profiles
-from meshwright.planner.questions.answer import plan_changed_point, plan_point
+from meshwright.planner.questions.answer import plan_changed_point, plan_point, priced_again
 from meshwright.planner.questions.goals import Limits, best_cluster, read_clusters
 from meshwright.planner.questions.sweep import sweep
 from meshwright.workloads.text.decoder import Decoder, NextTokenLoss
@@ -35,6 +35,19 @@ def new_decoder(sequence: int = 128) -> Profiles:
         model = Decoder(layers=3, hidden=512, heads=4, sequence=sequence, vocabulary=500, tied=False)
         tokens = torch.empty(2, sequence, dtype=torch.long)
     return Profiles(model, (tokens, tokens), NextTokenLoss())
+
+
+def test_a_plan_is_predicted_again_where_it_can_divide_the_batch() -> None:
+    even, odd = inputs_of("3xA100-80GB", 48), inputs_of("3xA100-80GB", 31)
+    of_even, of_odd = (search_with_offload(inputs, layers()).ranked[0] for inputs in (even, odd))
+    for priced, inputs in ((of_even, even), (of_odd, odd)):
+        again = priced_again(priced, inputs, layers())
+        assert again is not None
+        assert (again.plan, again.prediction) == (priced.plan, priced.prediction)
+    assert of_odd.plan.shares.samples
+    assert priced_again(of_odd, even, layers()) is None, "its shares are those of another batch"
+    assert priced_again(of_even, replace(even, global_batch=2), layers()) is None
+    assert priced_again(of_even, replace(even, memory_margin=1 - 1e-9), layers()) is None
 
 
 def check_row(row: dict[str, Any], inputs: PlanningInputs, profiles: Profiles) -> None:
