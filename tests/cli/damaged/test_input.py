@@ -166,7 +166,10 @@ def run(words: list[str]) -> CommandResult:
 
 
 def check_ends_well(words: list[str]) -> None:
-    result = run(words)
+    check_result(run(words))
+
+
+def check_result(result: CommandResult) -> None:
     assert result.exit_code in (0, 1, 2, 3), result
     assert "Traceback" not in result.stdout + result.stderr, result
     if result.exit_code in (1, 2) and "Usage" not in result.stdout:  # without any arguments, the help is printed
