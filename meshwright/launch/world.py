@@ -1,6 +1,7 @@
 """`World`: which rank this process is, of how many, on which device; and how it joins the process group."""
 
 import itertools
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -58,11 +59,12 @@ def join(device: str, timeout_s: float) -> World:
     those on several machines, first show each other the token of the run, and agree on the versions of torch and
     meshwright; on several machines, they are numbered machine by machine. Processes of other users of this machine
     cannot connect to this one."""
-    env = environment.read_environment()
-    if dist.is_initialized() or env.launched:
-        admit_own_user_only()
     if dist.is_initialized():
-        return _world_of_group(device, env)
+        admit_own_user_only()
+        return _world_of_group(device)
+    env = environment.read_environment()
+    if env.launched:
+        admit_own_user_only()
     torch_device = _torch_device(device, env.local_rank)
     if not env.launched:
         environment.check_can_be_alone()
@@ -101,11 +103,15 @@ def join(device: str, timeout_s: float) -> World:
     return World(number, env.local_rank, env.size, local_size, env.attempt, torch_device, store)
 
 
-def _world_of_group(device: str, env: environment.Environment) -> World:
-    """Returns the world of the process group that exists already, whichever its backend is."""
+def _world_of_group(device: str) -> World:
+    """Returns the world of the process group that exists already, whichever its backend is. Its maker may have set some
+    of a launcher's variables only, as Lightning does."""
     rank, size = dist.get_rank(), dist.get_world_size()
     add_gloo_for_cpu_tensors()
-    if env.launched and env.size == size:
+    env = None
+    with suppress(InputError):
+        env = environment.read_environment()
+    if env is not None and env.launched and env.size == size:
         return World(
             rank, env.local_rank, size, env.local_size, env.attempt, _torch_device(device, env.local_rank), None
         )

@@ -100,6 +100,17 @@ def test_the_group_of_ray_train_is_used_with_its_places(two: RankPool) -> None:
     assert two.run(join_the_group_of_ray) == [(0, 0, 1), (1, 0, 1)]
 
 
+def join_the_group_of_lightning(rank: int, size: int) -> tuple[int, int]:
+    """Lightning's own launcher sets these variables, and not RANK."""
+    with environment_variables({"LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "NODE_RANK": "0"}):
+        world = join("cpu", 5)
+    return world.rank, world.size
+
+
+def test_the_group_of_lightning_is_used_without_all_variables_of_torchrun(two: RankPool) -> None:
+    assert two.run(join_the_group_of_lightning) == [(0, 2), (1, 2)]
+
+
 def join_under_slurm_twice(rank: int, size: int, folder: str) -> list[tuple[int, int, float]]:
     """Leaves the pool's group, and joins the ranks of a step of Slurm, leaves them and joins again."""
     leave()
