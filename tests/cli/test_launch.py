@@ -77,7 +77,7 @@ def test_the_torchrun_command_trains(folder: Path, run_command: RunCommand) -> N
     repository = str(Path(__file__).parents[2])
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": repository, "HOME": str(folder)}
     run = subprocess.run(
-        shlex.split(launched.stdout), env=environment, capture_output=True, text=True, timeout=200, check=False
+        ["sh", "-c", launched.stdout], env=environment, capture_output=True, text=True, timeout=200, check=False
     )
     assert run.returncode == 0, run.stderr
     assert (folder / "runs" / "job-0001" / "result.json").is_file()

@@ -6,12 +6,18 @@ from collections.abc import Mapping
 from meshwright.errors import InputError
 from meshwright.export.launch_files.request import TOKEN_ASSIGNMENT, LaunchFile, LaunchRequest, python_module
 
+_PORT = """import socket; print(socket.create_server(("localhost", 0)).getsockname()[1])"""
+_PRINT_FREE_PORT = shlex.join([python_module("")[0], "-c", _PORT])
+
 
 def torchrun_command(request: LaunchRequest) -> LaunchFile:
     """Returns the command, which is the same on all machines."""
     layout = request.layout
+    port = ""
     if layout.nodes == 1:
-        places = ["--standalone"]
+        # --standalone would read pickles from a store to which everybody can write, and execute what is in them.
+        places = ["--master-addr=localhost"]
+        port = f' --master-port="$({_PRINT_FREE_PORT})"'
         where = "sh FILE"
     else:
         places = [
@@ -22,8 +28,8 @@ def torchrun_command(request: LaunchRequest) -> LaunchFile:
         ]
         where = f"sh FILE, on each of the {layout.nodes} machines"
     options = [*places, f"--nproc-per-node={layout.ranks_per_node}", f"--max-restarts={request.job.train.restarts}"]
-    words = [*python_module("torch.distributed.run"), *options, "-m", "meshwright", *request.arguments]
-    return LaunchFile(shlex.join(_with_variables(request.variables, words)) + "\n", where)
+    launcher = shlex.join(_with_variables(request.variables, [*python_module("torch.distributed.run"), *options]))
+    return LaunchFile(f"{launcher}{port} {shlex.join(['-m', 'meshwright', *request.arguments])}\n", where)
 
 
 def mpirun_command(request: LaunchRequest) -> LaunchFile:

