@@ -30,7 +30,7 @@ BY_COST = ("plans", "proofs", "launch")
 PATHS = {
     "plans": ("auto", "bench", "calibrate", "planner", "profile", "report", "selftest", "simulator", "workloads"),
     "proofs": ("blocks", "checkpoint", "collectives", "parallel", "proof", "train", "validation/test_fuzz.py"),
-    "launch": ("cli", "launch", "machines"),
+    "launch": ("cli", "doors", "launch", "machines"),
     "compat": ("compat", "deepspeed_config", "export"),
     "docs": ("documentation",),
     "validation": (
