@@ -56,7 +56,7 @@ _SCHEDULES: tuple[tuple[Schedule, int], ...] = (
     ("gpipe", 1),
 )
 _SHORTEST_SEQUENCE, _FEWEST_TOKENS = 16_384, 4_096  # chosen: sequences that are divided, and the tokens of a rank
-LEAST_USED = 0.75  # chosen: the least share of the devices that a plan uses, unless the batch is too small
+_LEAST_USED = 0.75  # chosen: the least share of the devices that a plan uses, unless the batch is too small
 
 
 @dataclass(frozen=True)
@@ -168,12 +168,12 @@ def possible_axis_sizes(summary: ModelSummary, inputs: PlanningInputs) -> list[A
     """Returns every way to divide the devices into axes. Some devices stay unused if the batch has fewer samples than
     there are devices, if no axes over all devices divide the batch, or if the number of machines, or of devices of one
     machine, is a little above a power of two. Raises an `InputError` if there is no way."""
-    devices = inputs.cluster.device_count
+    devices = min(inputs.cluster.device_count, inputs.most_ranks or inputs.cluster.device_count)
     all_sizes = list(_sizes_for(summary, inputs, devices))
-    for ranks in _fewer(inputs):
+    for ranks in _fewer(inputs, devices):
         all_sizes += _sizes_for(summary, inputs, ranks)
     ranks = devices - _unit(inputs)
-    while not all_sizes and ranks >= devices * LEAST_USED:
+    while not all_sizes and ranks >= devices * _LEAST_USED:
         all_sizes = list(_sizes_for(summary, inputs, ranks))
         ranks -= _unit(inputs)
     kept = [sizes for sizes in dict.fromkeys(all_sizes) if keeps_axes(inputs, sizes)]
@@ -182,17 +182,17 @@ def possible_axis_sizes(summary: ModelSummary, inputs: PlanningInputs) -> list[A
     return [sizes for sizes in kept if groups_are_alike(sizes.axes, inputs.cluster)] or kept
 
 
-def _fewer(inputs: PlanningInputs) -> list[int]:
+def _fewer(inputs: PlanningInputs, devices: int) -> list[int]:
     """Numbers of ranks below that of the devices: those for a batch with too few samples for more data ranks, and a
     power of two, over which the quickest algorithms of an all-reduce combine gradients."""
-    devices, batch = inputs.cluster.device_count, inputs.global_batch
+    batch = inputs.global_batch
     ranks: set[int] = set()
     if batch < devices:
         ranks = {batch << power for power in range(devices.bit_length())} | {devices - devices % batch}
     if inputs.cluster.is_uniform:
-        unit = _unit(inputs)
+        unit = _unit(inputs) if devices > _unit(inputs) else 1
         power = unit << ((devices // unit).bit_length() - 1)
-        ranks |= {power} if power >= LEAST_USED * devices else set()
+        ranks |= {power} if power >= _LEAST_USED * devices else set()
     return sorted(number for number in ranks if number < devices)
 
 
@@ -273,7 +273,8 @@ def _with_replicas_or_shards(
     summary: ModelSummary, inputs: PlanningInputs, sizes: AxisSizes, data_ranks: int
 ) -> Iterator[AxisSizes]:
     """Yields `sizes` with the data ranks as replicas, as replicas with the wide layers split, or as shards. Shards
-    extend over all data ranks, or over those within a node. Only shards of parameters can be in CPU memory."""
+    extend over all data ranks, over those within a node, or over the largest power of two that divides them. Only
+    shards of parameters can be in CPU memory."""
     only_shards, fixed = inputs.offload == "parameters", inputs.constraints.fixed
     can_replicate = fixed.get("axes.shard", 1) == 1 and fixed.get("axes.replicate", data_ranks) == data_ranks
     if not only_shards and can_replicate:
@@ -284,7 +285,8 @@ def _with_replicas_or_shards(
     if replicate_only and "modules.splits" not in fixed and summary.wide_layers and summary.wide_splits(data_ranks):
         yield replace(sizes, replicate=data_ranks, splits_wide_layers=True)
     within_node = gcd(data_ranks, max(1, inputs.devices_per_node // sizes.tensor))
-    for shard in shard_sizes(inputs, data_ranks, sorted({data_ranks, within_node} - {1})):
+    power_of_two = data_ranks & -data_ranks  # over such a number of machines, collectives are the quickest
+    for shard in shard_sizes(inputs, data_ranks, sorted({data_ranks, within_node, power_of_two} - {1})):
         for sharding in SHARDINGS if not only_shards else SHARDINGS[-1:]:
             if fixed.get("memory.sharding", sharding) != sharding:
                 continue

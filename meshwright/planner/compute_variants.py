@@ -216,8 +216,8 @@ def _compilations(plan: Plan, inputs: PlanningInputs, blocks: bool) -> _Choices:
 
 
 def compilations(sizes: AxisSizes, recompute: str, inputs: PlanningInputs, blocks: bool) -> list[dict[str, Any]]:
-    """The values of `compile` and `cuda_graphs` of plans with these axes: eager steps first, what is mostly the fastest
-    last."""
+    """The values of `compile` and `cuda_graphs` of plans with these axes that keep the constraints: eager steps first,
+    what is mostly the fastest last."""
     eager = {"compile": "none", "cuda_graphs": False}
     if inputs.allow == "same":
         return [eager]
@@ -226,7 +226,15 @@ def compilations(sizes: AxisSizes, recompute: str, inputs: PlanningInputs, block
         [] if sizes.expert > 1 or sizes.context > 1 or is_split else _compiled_parts(sizes.tensor, sizes.shard, blocks)
     )
     is_divided = sizes.tensor > 1 or sizes.pipeline > 1
-    return [eager, *({**eager, **fields} for fields in _compiled(parts, inputs, sizes.ranks == 1, is_divided))]
+    choices = [eager, *({**eager, **fields} for fields in _compiled(parts, inputs, sizes.ranks == 1, is_divided))]
+    return [fields for fields in choices if _keeps(fields, inputs)] or [eager]
+
+
+def _keeps(compute: dict[str, Any], inputs: PlanningInputs) -> bool:
+    """Whether fields of `compute` have the values that constraints fix, and none that they exclude."""
+    named, constraints = {f"compute.{name}": value for name, value in compute.items()}, inputs.constraints
+    fixed = all(constraints.fixed.get(name, value) == value for name, value in named.items())
+    return fixed and not any(named.get(name) == value for name, value in constraints.excluded if name in named)
 
 
 def _compiled(parts: list[str], inputs: PlanningInputs, is_alone: bool, is_divided: bool) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ plans are the fastest simulated plans that fit, after the best plan. A family is
     branches    the best guess of each family that places branches on different ranks is always searched, for up to
                 `_MOST_PLACED_FAMILIES` families, because the guess does not take into account that the ranks of such a
                 plan launch fewer operators
+    fewer       as long as half of the GPUs could be faster, because they do not compute for longer, they are searched
     polish      from the fastest points, each field and pairs of fields are changed to their neighbours until nothing is
                 faster (polish/neighbours.py)
     preference  the best plan is the fastest one, or a simpler one (preference.py)
@@ -57,6 +58,7 @@ _MOST_POLISHED = 3
 _POLISHED_WITHIN = 1.3  # points are polished if they are at most so many times as slow as the fastest
 _GUESS_TOLERANCE = 1.3
 _AS_FAST = 5e-4  # a difference of two steps that is called none
+_FASTER_ON_FEWER = 0.97  # a plan that leaves half of the GPUs unused has to be faster by 3%
 
 
 @dataclass
@@ -109,6 +111,35 @@ def _preferred(plans: Sequence[PricedPlan]) -> PricedPlan:
 def search(inputs: PlanningInputs, profiles: Profiles) -> SearchResult:
     """Returns the best plans, the fastest first. Raises `NoPlanFits` if no plan fits. `family_bests`, `excluded` and
     `summary` are those of the precision of the best plan."""
+    result = _search_on_all(inputs, profiles)
+    while (fewer := _ranks_that_may_be_faster(result, inputs)) is not None:
+        try:
+            other = _search_on_all(replace(inputs, most_ranks=fewer), profiles)
+        except InputError:  # the constraints, or those who run the plan, need more ranks
+            break
+        if _step_s(other.ranked[0]) > _FASTER_ON_FEWER * _step_s(result.ranked[0]):
+            break
+        result = replace(
+            other,
+            plain=result.plain,  # those of a person, who uses all devices
+            candidate_count=result.candidate_count + other.candidate_count,
+            priced_count=result.priced_count + other.priced_count,
+            seconds=result.seconds + other.seconds,
+        )
+    return result
+
+
+def _ranks_that_may_be_faster(result: SearchResult, inputs: PlanningInputs) -> int | None:
+    """Half of the GPUs that the best plan uses, or a little more; None if they would compute for longer than this plan
+    takes. CPU ranks share their cores, so that fewer of them leave no core unused."""
+    best = result.ranked[0]
+    ranks = 1 << max(0, (best.plan.world_size - 1).bit_length() - 1)
+    computes_s = best.prediction.breakdown.get("compute", 0.0) * best.plan.world_size / ranks
+    is_uniform_gpus = inputs.cluster.kind == "cuda" and inputs.cluster.is_uniform
+    return ranks if is_uniform_gpus and best.plan.world_size > 1 and computes_s < _step_s(best) else None
+
+
+def _search_on_all(inputs: PlanningInputs, profiles: Profiles) -> SearchResult:
     begin = perf_counter()
     check_inputs(inputs)
     inputs = replace(inputs, compares_samples=inputs.compares_samples or profiles.compares_samples)

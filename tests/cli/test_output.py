@@ -145,8 +145,10 @@ def test_a_plan_file_is_predicted_without_a_search(
     report = last_json(run_command(*words, "2xA100-80GB", "--json"))
     assert [entry["summary"] for entry in report["ranked"]] == ["replicate 2 · fp32"]
     assert report["candidates"] == 1
-    line = refusal_of(*words, "8xA100-80GB")
-    assert "the plan (replicate 2 · fp32) is for 2 ranks, but the cluster '8xA100-80GB' has 8 devices" in line
+    report = last_json(run_command(*words, "8xA100-80GB", "--json"))
+    assert report["explanation"].startswith("replicate 2 · fp32 on 2 of 8 devices trains ")
+    line = refusal_of(*words, "1xA100-80GB")
+    assert "the plan (replicate 2 · fp32) is for 2 ranks, but the cluster '1xA100-80GB' has 1 devices" in line
 
 
 @pytest.mark.parametrize(

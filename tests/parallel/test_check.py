@@ -83,7 +83,7 @@ class Derivative(nn.Module):
     ("plan", "words"),
     [
         ({"memory": {"recompute": "selective"}}, "set memory.recompute to none or full"),
-        ({"compute": {"compile": "default"}}, "set compute.compile to none"),
+        ({"compute": {"compile": "blocks"}}, "set compute.compile to none"),
     ],
 )
 def test_models_that_take_derivatives_refuse_what_torch_cannot_differentiate_twice(

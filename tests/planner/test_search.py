@@ -267,12 +267,13 @@ def test_a_batch_that_no_axis_divides_has_shares_that_differ_by_one_sample() -> 
 
 def test_a_plan_may_leave_out_devices_beyond_a_power_of_two() -> None:
     """An all-reduce over nine machines takes about twice as long as one over eight."""
-    inputs, eight = search_plans("8x8xH100@Ethernet-10G", small_decoder(), 72)
-    more, nine = search_plans("9x8xH100@Ethernet-10G", small_decoder(), 72)
+    inputs, eight = search_plans("8x8xH100@Ethernet-10G", one_layer(), 72)
+    more, nine = search_plans("9x8xH100@Ethernet-10G", one_layer(), 72)
     assert nine.ranked[0].prediction.step_s <= 1.03 * eight.ranked[0].prediction.step_s
     assert {sizes.ranks for sizes in possible_axis_sizes(nine.summary, more)} == {72, 64}
     assert {sizes.ranks for sizes in possible_axis_sizes(eight.summary, inputs)} == {64}
-    given = predict_given_plan(eight.ranked[0].plan, more, small_decoder())
+    assert {sizes.ranks for sizes in possible_axis_sizes(eight.summary, replace(inputs, most_ranks=5))} == {5, 4}
+    given = predict_given_plan(eight.ranked[0].plan, more, one_layer())
     assert " on 64 of 72 devices trains 72 samples in " in given.explanation[0]
 
 

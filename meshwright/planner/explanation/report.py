@@ -10,9 +10,7 @@ from rich.table import Table
 from meshwright.cluster.busy import busy_sentence
 from meshwright.cluster.cluster import BasedOn
 from meshwright.cluster.selftest_record import untested_parts
-from meshwright.errors import InputError
 from meshwright.plan import Plan
-from meshwright.planner.candidates import LEAST_USED
 from meshwright.planner.constraints.missing_cuts import lacks_cuts, with_cuts
 from meshwright.planner.explanation.choice import describe_choice
 from meshwright.planner.explanation.constraint_cost import cost_sentences, cost_values
@@ -28,7 +26,7 @@ from meshwright.planner.profiles import Profiles
 from meshwright.planner.search_result import PricedPlan, SearchResult
 from meshwright.planner.summarize import summarize_model
 from meshwright.planner.unequal.division import with_cuts_by_speed
-from meshwright.simulator.predict import GroupPrediction, Prediction, predict_plan
+from meshwright.simulator.predict import GroupPrediction, Prediction, check_size, predict_plan
 
 
 @dataclass(frozen=True)
@@ -91,15 +89,10 @@ def report_search(
 
 
 def predict_given_plan(plan: Plan, inputs: PlanningInputs, profiles: Profiles) -> PlanReport:
-    """Returns the report of one plan that the user gave, without a search. Raises an `InputError` if the plan does not
-    suit the number of devices."""
+    """Returns the report of one plan that the user gave, without a search. Raises an `InputError` if the plan needs
+    more devices than there are."""
     cluster, devices = inputs.cluster, inputs.cluster.device_count
-    uses_enough = plan.world_size >= LEAST_USED * devices or inputs.global_batch < devices
-    if plan.world_size > devices or not uses_enough:
-        raise InputError(
-            f"the plan ({plan.summary()}) is for {plan.world_size} ranks, but the cluster '{cluster.name}' has"
-            f" {devices} devices: choose axes whose product is {devices}, or another cluster"
-        )
+    check_size(plan, cluster, inputs.global_batch)
     if lacks_cuts(plan):
         summary = summarize_model(inputs, profiles, plan.numerics.precision)
         plan = with_cuts_by_speed(with_cuts(plan, summary), inputs, summary)

@@ -77,9 +77,9 @@ class Neighbours:
         yield self._computes
         yield self._recomputes
         yield self._chunks
+        yield self._exchanges
         if within:
             return
-        yield self._exchanges
         yield self._moves
         yield self._offloads
 

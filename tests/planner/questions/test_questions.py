@@ -194,9 +194,9 @@ def test_the_difference_of_two_plans_is_that_of_their_terms() -> None:
     without_cuts = Plan.model_validate({"axes": {"pipeline": 4}, "pipeline": {"microbatches": 4}})
     found = explain_difference(plans[0], without_cuts, inputs, tiny_decoder()).values["fields"]["pipeline.cuts"]
     assert len(found[1]) == 3
-    too_small = Plan.model_validate({"axes": {"replicate": 2}})
-    with pytest.raises(InputError, match=r"the second plan cannot be run: .* is for 2 ranks"):
-        explain_difference(plans[0], too_small, inputs, tiny_decoder())
+    too_large = Plan.model_validate({"axes": {"replicate": 8}})
+    with pytest.raises(InputError, match=r"the second plan cannot be run: .* is for 8 ranks"):
+        explain_difference(plans[0], too_large, inputs, tiny_decoder())
 
 
 def test_what_limits_a_job_and_what_would_help() -> None:
