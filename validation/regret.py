@@ -7,8 +7,8 @@ takes is than the fastest of the plans beside it, for ready jobs with synthetic 
                 once, in the same two processes
     regret      the median step of the chosen plan over the shortest median, minus one
 
-Cores have to be idle. Jobs whose rows are in the file are not measured again, and the table of all rows is printed at
-the end."""
+Cores have to be idle; the row of a job says what other programs use just before it. Jobs whose rows are in the file are
+not measured again, and the table of all rows is printed at the end."""
 
 import argparse
 import json
@@ -48,6 +48,7 @@ STRATEGIES = (
 )
 RANKS, ROUNDS, ROUND_S = 2, 5, 1.0
 _WARM_UP, _MOST_STEPS = 2, 30
+_LOOK_S = 1.0
 Row = dict[str, Any]
 
 
@@ -61,6 +62,8 @@ def plans_of(job: Job) -> tuple[list[Plan], dict[str, float]]:
     cluster, parts = find_cluster(f"{RANKS}xcpu", measure_machine), JobParts(job)
     chosen = plan_of_job(parts, cluster, "auto")
     planner = StrategyPlanner(parts, cluster, max(1, cluster.cores // RANKS))
+    inputs, profiles = planner.planning
+    needs_one_microbatch = inputs.compares_samples or profiles.compares_samples
     plans = [chosen.plan]
     for strategy in STRATEGIES:
         try:
@@ -70,6 +73,7 @@ def plans_of(job: Job) -> tuple[list[Plan], dict[str, float]]:
     replicas = plans[1]
     plans.append(_changed(replicas, "compute", fused_optimizer=True))
     plans.append(_changed(replicas, "memory", accumulation=2))
+    plans = [plan for plan in plans if plan.microbatches == 1 or not needs_one_microbatch]
     distinct = list({plan.summary(): plan for plan in plans}.values())
     predicted = {plan.summary(): made.step_s for plan in distinct if (made := planner.predict(plan)) is not None}
     return distinct, predicted
@@ -115,9 +119,11 @@ class _Steps:
 def row_of(name: str) -> Row:
     job = synthetic_job(name)
     plans, predicted = plans_of(job)
-    others = OtherPrograms()
+    others = OtherPrograms()  # looked at before the launch, whose ranks would count as others
+    time.sleep(_LOOK_S)
+    busy_cores = others.cores()
     seconds = mw.launch(measure, job, plans, ranks=RANKS, device="cpu")
-    return compared(name, plans[0], seconds, predicted, others.cores())
+    return compared(name, plans[0], seconds, predicted, busy_cores)
 
 
 def compared(

@@ -146,8 +146,8 @@ def plan_of_job(
 
 
 def _why_unpredicted(error: Exception) -> str:
-    """Returns why nothing was predicted. What neither says itself in words nor comes from the user's code is shown as
-    our fault."""
+    """Returns why nothing was predicted. An error that is neither one of Meshwright's own nor raised in the user's code
+    is named as a fault of Meshwright."""
     if isinstance(error, MeshwrightError):
         return first_line(error)
     whose = "" if user_position(error) else "a fault of Meshwright, which we ask you to report: "

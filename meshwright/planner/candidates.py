@@ -56,7 +56,7 @@ _SCHEDULES: tuple[tuple[Schedule, int], ...] = (
     ("gpipe", 1),
 )
 _SHORTEST_SEQUENCE, _FEWEST_TOKENS = 16_384, 4_096  # chosen: sequences that are divided, and the tokens of a rank
-_LEAST_USED = 0.75  # chosen: the least share of the devices that a plan uses, unless the batch is too small
+_LEAST_USED = 0.75  # chosen: a power of two below the devices, or what divides the batch, is tried from this share on
 
 
 @dataclass(frozen=True)

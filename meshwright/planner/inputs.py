@@ -56,7 +56,7 @@ class PlanningInputs:
     offload           what plans keep in CPU memory (offload.py)
     checkpoint_copies  ranks keep a copy of the last checkpoint in CPU memory (`checkpoint.asynchronous`)
     can_fuse_optimizer  the optimizer has a fused implementation on these devices, and does not use it yet
-    most_ranks        plans use at most so many devices; None for all
+    most_ranks        the largest number of devices that plans use; None for all
     constraints       what plans have to keep; set by `constrained` (constraints/apply.py)
     check_free_plan   `check_plan` without these constraints; None if there are none
     """
