@@ -64,7 +64,7 @@ def build_session(job: Job, plan: Plan, world: World, report: Report) -> Session
 
 
 def _needs_sample(plan: Plan, loss: LossFunction | None) -> bool:
-    return needs_structure(plan) or plan.axes.shard > 1 or needs_trial(loss)
+    return needs_structure(plan) or plan.compute.loss_chunks > 1 or plan.axes.shard > 1 or needs_trial(loss)
 
 
 def _build_model(job: Job, plan: Plan, device: torch.device) -> tuple[nn.Module, FillWeights | None]:

@@ -61,6 +61,20 @@ def initial_weights(rank: int, size: int, axes: dict[str, int], on_meta: bool) -
     return empty, session.state_dict()
 
 
+def test_a_job_trains_with_its_loss_in_chunks() -> None:
+    """The head is found with a batch, which other plans of this job do not need."""
+    job = decoder_job()
+    states = []
+    for chunks in (1, 2):
+        plan = Plan.model_validate({"compute": {"loss_chunks": chunks}})
+        session = job_session.build_session(job, plan, world(0, 1), lambda doing: None)
+        for batch in session.batches(build_data(job)[0], 1, 8):
+            session.step(batch)
+        states.append(session.state_dict())
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name], value)
+
+
 @pytest.mark.parametrize("axis", all_but({"pipeline"}, ["shard", "tensor", "pipeline"]))
 def test_a_large_model_that_is_divided_is_built_on_the_meta_device(axis: str) -> None:
     with ranks(2) as two:
