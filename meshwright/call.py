@@ -16,7 +16,7 @@ from zlib import crc32
 from pydantic import BaseModel, ConfigDict
 
 from meshwright.errors import InputError, did_you_mean
-from meshwright.limits import is_number
+from meshwright.numbers.limits import is_number
 from meshwright.torchvision_import import mend_torchvision
 from meshwright.user_code import raise_user_code_error, running_user_code
 

@@ -25,7 +25,7 @@ from meshwright.job_sections.sections import (
     Train,
     Weights,
 )
-from meshwright.limits import is_number
+from meshwright.numbers.limits import is_number
 from meshwright.plan import Plan
 from meshwright.plan_fields.constraints import Constraints
 from meshwright.plan_fields.effects import Numerics

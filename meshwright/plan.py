@@ -9,7 +9,7 @@ from pydantic import model_validator
 
 from meshwright.deepspeed_config.plan_groups import plan_of_config
 from meshwright.files.storage import write_atomically
-from meshwright.limits import MOST_DEVICES
+from meshwright.numbers.limits import MOST_DEVICES
 from meshwright.plan_fields.effects import NUMERICS, Numerics, PlanGroup, effect
 from meshwright.plan_fields.groups import (
     BUCKET_BYTES,

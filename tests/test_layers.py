@@ -52,7 +52,7 @@ LEVELS = {
     "progress": 0,
     "files": 0,
     "errors": 0,
-    "limits": 0,
+    "numbers": 0,
     "user_code": 0,
     "torchvision_import": 0,
     "version": 0,
@@ -79,7 +79,7 @@ FOLDERS = {
 ENTRY_POINTS = ("__init__", "__main__")  # they may import anything, and nothing may import them
 # The files of level 0 that other files of level 0 may import.
 SHARED_BY_LEVEL_0 = (
-    *("errors", "dtypes", "files", "limits", "output_trees", "plain_values", "user_code"),
+    *("errors", "dtypes", "files", "numbers", "output_trees", "plain_values", "user_code"),
     *("torchvision_import", "deepspeed_config", "plan_fields", "call"),
 )
 PREDICTING, EXECUTING = {"simulator", "planner"}, {"parallel", "checkpoint", "train"}
@@ -90,7 +90,7 @@ WITHOUT_TORCH = (
     "call",
     "user_code",
     "torchvision_import",
-    "limits",
+    "numbers",
     "files",
     "deepspeed_config",
 )

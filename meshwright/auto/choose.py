@@ -22,7 +22,7 @@ from meshwright.errors import InputError, MeshwrightError, NotPredictable, UserC
 from meshwright.exchange import broadcast_value
 from meshwright.job import Job, load_plan
 from meshwright.launch.world import World, join
-from meshwright.limits import check_count
+from meshwright.numbers.limits import check_count
 from meshwright.parallel.tensor.dimension_partition import dimension_partition_plan
 from meshwright.plan import Plan
 from meshwright.plan_fields.constraints import make_constraints

@@ -11,7 +11,7 @@ from meshwright.auto.inputs import check_model_and_cluster
 from meshwright.calibrate.model_operators import measure_model_operators
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
-from meshwright.limits import check_count
+from meshwright.numbers.limits import check_count
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Axes
 from meshwright.profile.optimizer import optimizer_cost

@@ -15,7 +15,7 @@ from torch import nn
 from meshwright.blocks.kept_results import kept_results
 from meshwright.errors import InputError
 from meshwright.launch.world import World
-from meshwright.limits import is_number
+from meshwright.numbers.limits import is_number
 from meshwright.plan import Plan
 from meshwright.planner.compute_variants import traits_of, variants_to_time
 from meshwright.planner.inputs import PlanningInputs

@@ -20,6 +20,7 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.cores import usable_cores
 from meshwright.cluster.detect import detect, find_cluster
 from meshwright.cluster.gpus import list_gpus
+from meshwright.numbers.units import bandwidth_text, bytes_text, count_text
 from meshwright.progress import NO_BREAK
 
 RUNS = Path("runs")  # a job's default output
@@ -127,7 +128,7 @@ def problems(system: SystemState) -> Iterator[str]:
         )
     if system.shared_memory_bytes is not None and system.shared_memory_bytes < SHARED_MEMORY_BYTES:
         yield (
-            f"/dev/shm has {system.shared_memory_bytes / 2**20:,.0f} MiB free, where loader workers and ranks share"
+            f"/dev/shm has {bytes_text(system.shared_memory_bytes)} free, where loader workers and ranks share"
             " memory: give it 1 GiB or more (docker run --shm-size=1g)"
         )
     yield from version_problems(system.versions)
@@ -139,20 +140,20 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
     """Yields the lines that print the report of `diagnose` in the terminal."""
     for device in report["devices"]:
         yield f"{device['count']} × {device['name']} ({device['kind']}, {device['cores']} cores), {device['based_on']}"
-        bandwidth = unit_text(device["bandwidth_bytes_per_s"])
-        yield f"  memory        {device['memory_bytes'] / 2**30:,.1f} GiB, {bandwidth}B/s"
-        rates = "  ".join(_whole(f"{dtype} {unit_text(rate)}FLOP/s") for dtype, rate in device["rates"].items())
+        bandwidth = bandwidth_text(device["bandwidth_bytes_per_s"])
+        yield f"  memory        {bytes_text(device['memory_bytes'])}, {bandwidth}"
+        rates = "  ".join(_whole(f"{dtype} {count_text(rate)}FLOP/s") for dtype, rate in device["rates"].items())
         yield f"  rates         {rates or 'not measured'}"
         yield f"  start         {device['launch_s'] * 1e6:.3g} µs for each operator"
-        yield f"  process       {device['context_bytes'] / 2**20:,.0f} MiB before it has any tensor"
+        yield f"  process       {bytes_text(device['context_bytes'])} before it has any tensor"
         yield f"  instructions  {', '.join(device['instructions']) or 'none known'}"
         if device["operators_measured"]:
             yield f"  operators     {device['operators_measured']} measured"
     for link in report["links"]:
-        yield f"{link['name']}: {unit_text(link['bandwidth_bytes_per_s'])}B/s, {link['latency_s'] * 1e6:,.1f} µs"
+        yield f"{link['name']}: {bandwidth_text(link['bandwidth_bytes_per_s'])}, {link['latency_s'] * 1e6:,.1f} µs"
         for collective, curves in link["curves"].items():
             for curve in curves:
-                points = (_whole(f"{size_text(size)} {seconds * 1e6:,.0f} µs") for size, seconds in curve["points"])
+                points = (_whole(f"{bytes_text(size)} {seconds * 1e6:,.0f} µs") for size, seconds in curve["points"])
                 yield f"  {collective}, {curve['ranks']} ranks: {'  '.join(points)}"
     yield from _system_lines(report)
     for problem in report["problems"]:
@@ -176,27 +177,13 @@ def _system_lines(report: dict[str, Any]) -> Iterator[str]:
         )
     if "disk" in report:
         disk = report["disk"]
-        speed = "" if disk["bytes_per_s"] is None else f", writes {unit_text(disk['bytes_per_s'])}B/s"
+        speed = "" if disk["bytes_per_s"] is None else f", writes {bandwidth_text(disk['bytes_per_s'])}"
         yield (
             f"disk of {disk['folder']}: {disk['kind'] or 'unknown'} mounted at {disk['mount_point']},"
-            f" {unit_text(disk['free_bytes'])}B free{speed}"
+            f" {bytes_text(disk['free_bytes'])} free{speed}"
         )
 
 
 def _whole(text: str) -> str:
     """The text as one that is not wrapped on a terminal."""
     return text.replace(" ", NO_BREAK)
-
-
-def unit_text(number: float) -> str:
-    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
-        if number >= size:
-            return f"{number / size:,.1f} {unit}"
-    return f"{number:,.0f} "
-
-
-def size_text(number: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if number >= size:
-            return f"{number / size:.0f} {unit}"
-    return f"{number} B"

@@ -7,8 +7,9 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from meshwright.calibrate.doctor import report_lines, unit_text
+from meshwright.calibrate.doctor import report_lines
 from meshwright.calibrate.machines import Machine, Machines
+from meshwright.numbers.units import bandwidth_text
 
 _SLOW = 0.7  # a link with less than this share of the others' bandwidth is named
 _SKEW_S = 1.0  # clocks that differ by more confuse logs and the ages of heartbeats
@@ -55,8 +56,8 @@ def odd_ones(machines: Sequence[Machine]) -> Iterator[str]:
         for machine in others:
             if machine.bandwidth_bytes_per_s < _SLOW * usual_bandwidth:
                 yield (
-                    f"the link to {_name(machine)} has {unit_text(machine.bandwidth_bytes_per_s)}B/s, the others have"
-                    f" {unit_text(usual_bandwidth)}B/s"
+                    f"the link to {_name(machine)} has {bandwidth_text(machine.bandwidth_bytes_per_s)}, the others have"
+                    f" {bandwidth_text(usual_bandwidth)}"
                 )
 
 
@@ -68,7 +69,7 @@ def machines_lines(report: dict[str, Any]) -> Iterator[str]:
         yield f"{_name(machine)}: {machine.device}, {machine.cores} cores, torch {machine.torch}{driver}"
         if machine.bandwidth_bytes_per_s:
             yield (
-                f"  to the first machine {unit_text(machine.bandwidth_bytes_per_s)}B/s,"
+                f"  to the first machine {bandwidth_text(machine.bandwidth_bytes_per_s)},"
                 f" {machine.latency_s * 1e6:,.0f} µs; clock {machine.clock_s:+.3f} s"
             )
     for line in report["odd"]:

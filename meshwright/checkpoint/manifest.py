@@ -25,7 +25,7 @@ from meshwright.errors import CheckpointError
 from meshwright.files.regular_file import open_regular_file
 from meshwright.files.storage import write_atomically
 from meshwright.files.trust import environment_key, is_signed_by, sign
-from meshwright.limits import Parts, Samples
+from meshwright.numbers.limits import Parts, Samples
 
 MANIFEST = "manifest.json"
 _LARGEST_MANIFEST_BYTES = 64 * 1024 * 1024

@@ -8,7 +8,7 @@ import typer
 
 from meshwright.cli.options import AsJson, ClusterName, JobFile, PlanFile, Settings, check_output, path_option
 from meshwright.cli.text import console, print_lines
-from meshwright.limits import LARGEST_COUNT, MOST_RANKS_HERE
+from meshwright.numbers.limits import LARGEST_COUNT, MOST_RANKS_HERE
 from meshwright.progress import phase
 
 MOST_REPETITIONS = 1_000_000

@@ -41,7 +41,7 @@ from meshwright.cli.training import print_result, profile_settings, train_as_ran
 from meshwright.cli.watch import watch
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.files.user_path import user_path
-from meshwright.limits import MOST_DEVICES, MOST_RANKS_HERE
+from meshwright.numbers.limits import MOST_DEVICES, MOST_RANKS_HERE
 from meshwright.progress import showing
 from meshwright.version import VERSION
 

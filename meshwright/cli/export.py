@@ -11,7 +11,7 @@ from meshwright.cli.options import AsJson, Settings, Trust, check_not_empty, che
 from meshwright.cli.ready_jobs import complete_job, find_job
 from meshwright.cli.text import print_lines
 from meshwright.errors import InputError, did_you_mean
-from meshwright.limits import LARGEST_COUNT
+from meshwright.numbers.limits import LARGEST_COUNT
 from meshwright.progress import phase
 
 

@@ -9,7 +9,7 @@ from typer.core import TyperCommand, TyperOption
 from meshwright.cli.ready_jobs import complete_job, find_job
 from meshwright.errors import InputError
 from meshwright.files.user_path import user_path
-from meshwright.limits import LARGEST_COUNT
+from meshwright.numbers.limits import LARGEST_COUNT
 
 
 class OptionsOnce(TyperCommand):

@@ -148,20 +148,20 @@ def values_of_run(
 def with_smaller_plan(error: OutOfMemory, job: "Job", cluster: "Cluster", chosen: "JobPlan") -> OutOfMemory:
     """Returns the error with what was predicted, and with the fastest plan that is predicted to need less memory."""
     from meshwright.auto.smaller_plan import plan_with_less_memory
-    from meshwright.launch.stall.out_of_memory import format_bytes
+    from meshwright.numbers.units import bytes_text
     from meshwright.train.job_parts import JobParts
 
     if chosen.prediction is None:
         return OutOfMemory(f"{error}\nthere is no prediction: meshwright plan shows the memory of other plans")
     memory = chosen.prediction.memory
-    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.breakdown.items() if size)
-    text = f"predicted were {format_bytes(chosen.prediction.memory_bytes)}: {parts}"
+    parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in memory.breakdown.items() if size)
+    text = f"predicted were {bytes_text(chosen.prediction.memory_bytes)}: {parts}"
     smaller = None
     with suppress(MeshwrightError):
         smaller = plan_with_less_memory(JobParts(job), cluster, chosen.prediction)
     if smaller is None:
         return OutOfMemory(f"{error}\n{text}\nno plan is predicted to need much less on {cluster.name}")
-    needs = format_bytes(smaller.prediction.memory_bytes)
+    needs = bytes_text(smaller.prediction.memory_bytes)
     return OutOfMemory(
         f"{error}\n{text}\nthe fastest plan that needs at least a tenth less is {smaller.plan.summary()}, with {needs}"
         f" and {smaller.prediction.step_s:.3g} s a step"

@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from meshwright.dtypes import Dtype
-from meshwright.limits import (
+from meshwright.numbers.limits import (
     MOST_DEVICES,
     BusyCores,
     Bytes,

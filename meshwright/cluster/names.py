@@ -10,7 +10,7 @@ from meshwright.cluster.catalog import find_entry, find_link, is_within, nearest
 from meshwright.cluster.cluster import BasedOn, Cluster, Device, Link, Node
 from meshwright.errors import InputError
 from meshwright.files.yaml_file import validate
-from meshwright.limits import MOST_DEVICES
+from meshwright.numbers.limits import MOST_DEVICES
 
 _NAME = re.compile(r"((?:[1-9]\d{0,999}x)*)([^@]+)((?:@[^@]+)*)")  # Python converts no number of over 4,300 digits
 

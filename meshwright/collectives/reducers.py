@@ -16,6 +16,7 @@ from meshwright.collectives.shared_memory.segment import missing_on_this_system
 from meshwright.collectives.shared_memory.two_level import TwoLevelMemoryReducer, machines_of
 from meshwright.errors import InputError
 from meshwright.exchange import all_gather_values
+from meshwright.numbers.units import bytes_text
 from meshwright.plan_fields.groups import Algorithm
 
 
@@ -51,8 +52,7 @@ def _shared_memory_reducer(group: dist.ProcessGroup, machines: list[list[int]], 
     (local_ranks,) = [machine for machine in machines if group.rank() in machine]
     needed, free = len(local_ranks) * size_bytes, storages.free_bytes()
     problem = (
-        f"{storages.SHARED} has {free / 2**20:.0f} MiB free, and {len(local_ranks)} ranks need"
-        f" {needed / 2**20:.0f} MiB there"
+        f"{storages.SHARED} has {bytes_text(free)} free, and {len(local_ranks)} ranks need {bytes_text(needed)} there"
     )
     if reason := next(filter(None, all_gather_values(problem if needed > free else "", group)), ""):
         raise InputError(

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from meshwright.data.batch import Batch, LoadingOptions, Microbatch, SampleShare, StreamState
 from meshwright.data.mapped import eval_mapped, train_mapped
 from meshwright.data.streams import eval_stream, train_stream
-from meshwright.limits import check_count
+from meshwright.numbers.limits import check_count
 
 __all__ = [
     "Batch",

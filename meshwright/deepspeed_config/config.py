@@ -17,7 +17,7 @@ from meshwright.deepspeed_config.batch import BatchSizes
 from meshwright.deepspeed_config.keys import CheckedKeys, check_keys
 from meshwright.deepspeed_config.sections import OptimizerSection, SchedulerSection, read_optimizer, read_scheduler
 from meshwright.errors import InputError
-from meshwright.limits import is_number
+from meshwright.numbers.limits import is_number
 
 Offload = Literal["none", "optimizer", "parameters"]
 Precision = Literal["fp32", "bf16", "fp16"]

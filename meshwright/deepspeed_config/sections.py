@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.deepspeed_config import schedules
 from meshwright.errors import InputError, did_you_mean
-from meshwright.limits import is_number
+from meshwright.numbers.limits import is_number
 
 # Optimizers of torch that need nothing but parameters, gradients and options.
 _TORCH_OPTIMIZERS = (

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshwright.errors import InputError, MeshwrightError, StorageError
+from meshwright.numbers.units import bytes_text
 
 # `require_space` leaves this many bytes for the file system's own tables and for small files such as logs.
 _RESERVED_BYTES = 256 * 1024
@@ -38,7 +39,7 @@ class Disk:
     is_read_only: bool
 
     def __str__(self) -> str:
-        details = [self.kind] * bool(self.kind) + [format_bytes(self.size_bytes)] * bool(self.size_bytes)
+        details = [self.kind] * bool(self.kind) + [bytes_text(self.size_bytes)] * bool(self.size_bytes)
         return f"the disk mounted at {self.mount_point}" + (f" ({', '.join(details)})" if details else "")
 
 
@@ -147,14 +148,6 @@ def output_error(error: OSError, folder: Path, source: str = "output") -> Meshwr
     return problem or InputError(f"{source}: cannot write in '{folder}': {error.strerror}")
 
 
-def format_bytes(count: int) -> str:
-    """Returns a number of bytes such as `1.2 GB` or `812 bytes`."""
-    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
-        if count >= size:
-            return f"{count / size:,.1f} {unit}"
-    return f"{count} bytes"
-
-
 def _chain(error: BaseException, end: BaseException | None) -> list[BaseException]:
     """Returns the exception and those that it was raised from or while handling, from the last to the first, without
     `end` and those before it."""
@@ -240,20 +233,20 @@ def _error(number: int, path: Path, named: Path, needed: int | None, disk: Disk)
 def _full(named: Path, needed: int | None, disk: Disk) -> str:
     if disk.free_inodes == 0 and disk.free_bytes > (needed or 0):
         return (
-            f"{disk} can hold no more files: all its inodes are used, although {format_bytes(disk.free_bytes)} are"
+            f"{disk} can hold no more files: all its inodes are used, although {bytes_text(disk.free_bytes)} are"
             " free; delete some files there, or choose an output folder on another disk"
         )
     if needed is None:
-        return f"{disk} is full: {format_bytes(disk.free_bytes)} are free; {_ADVICE}"
+        return f"{disk} is full: {bytes_text(disk.free_bytes)} are free; {_ADVICE}"
     missing = max(needed - disk.free_bytes, 0)
     return (
-        f"{disk} is full: {format_bytes(needed)} are needed, {format_bytes(disk.free_bytes)} are free,"
-        f" {format_bytes(missing)} are missing; {_ADVICE}"
+        f"{disk} is full: {bytes_text(needed)} are needed, {bytes_text(disk.free_bytes)} are free,"
+        f" {bytes_text(missing)} are missing; {_ADVICE}"
     )
 
 
 def _over_quota(named: Path, needed: int | None, disk: Disk) -> str:
-    amount = f": {format_bytes(needed)} are needed" if needed is not None else ""
+    amount = f": {bytes_text(needed)} are needed" if needed is not None else ""
     return f"the quota of user {_user()} on {disk} is used up{amount}; {_ADVICE}"
 
 
@@ -294,7 +287,7 @@ def _name_too_long(named: Path, needed: int | None, disk: Disk) -> str:
 
 
 def _too_large(named: Path, needed: int | None, disk: Disk) -> str:
-    amount = f" of {format_bytes(needed)}" if needed is not None else ""
+    amount = f" of {bytes_text(needed)}" if needed is not None else ""
     return f"a file{amount} is larger than {disk} or `ulimit -f` allows: raise the limit, or choose another folder"
 
 

@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 
 from meshwright.call import Call
 from meshwright.files.remote import check_url, is_url
-from meshwright.limits import (
+from meshwright.numbers.limits import (
     Count,
     CountOrZero,
     Parts,

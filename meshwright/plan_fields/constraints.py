@@ -17,6 +17,7 @@ from yaml import YAMLError
 
 from meshwright.errors import InputError, did_you_mean
 from meshwright.files.yaml_file import parse
+from meshwright.numbers.units import bytes_text
 from meshwright.plan_fields.effects import NUMERICS, Numerics, effect
 from meshwright.plan_fields.groups import Axes, Compute, Gradients, Memory, Modules, NumericsGroup, Pipeline, Shares
 from meshwright.plan_fields.quantities import read_bytes
@@ -111,7 +112,7 @@ class Constraints(BaseModel):
         words = [f"{name}={shown(value)}" for name, value in self.fix.items()]
         words += [f"without {word}" for word in self.avoid]
         if self.max_memory is not None:
-            words.append(f"at most {self.max_memory / 1e9:.3g} GB of a device")
+            words.append(f"at most {bytes_text(self.max_memory)} of a device")
         return ", ".join(words)
 
     def beyond(self, allow: Numerics) -> str | None:

@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
-from meshwright.limits import (
+from meshwright.numbers.limits import (
     Count,
     CountOrZero,
     Devices,

@@ -24,7 +24,7 @@ from typing import Any
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError
-from meshwright.limits import MOST_CHUNKS
+from meshwright.numbers.limits import MOST_CHUNKS
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import MIB
 from meshwright.planner.candidates import AxisSizes

@@ -8,10 +8,10 @@ from typing import Any
 from markupsafe import Markup
 
 from meshwright.cluster.cluster import Cluster, Link
+from meshwright.numbers.units import bandwidth_text, bytes_text, seconds_text
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import MESH_ORDER
 from meshwright.report.page import Drawing
-from meshwright.report.units import bandwidth_text, bytes_text, seconds_text
 from meshwright.simulator.communication.placement import axis_groups
 
 MOST_MACHINES = 4  # that are drawn of each kind

@@ -4,9 +4,9 @@ what ranks exchange around them."""
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.numbers.units import bytes_text, count_text
 from meshwright.report.charts import SERIES_COLOURS
 from meshwright.report.page import Phrase, Tree, TreeNode
-from meshwright.report.units import bytes_text, count_text
 
 _OPEN_DEPTH = 2  # modules up to this depth are unfolded at first
 _COLOURS = {

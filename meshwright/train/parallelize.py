@@ -18,7 +18,7 @@ from meshwright.errors import InputError
 from meshwright.job import load_plan
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.world import World, join
-from meshwright.limits import is_number
+from meshwright.numbers.limits import is_number
 from meshwright.parallel.exchange_names import ModelExchanges
 from meshwright.plan import Plan
 from meshwright.profile.optimizer import check_is_optimizer

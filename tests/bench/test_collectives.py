@@ -36,7 +36,7 @@ from meshwright.bench.collectives.rank import (
     measure,
     to_json,
 )
-from meshwright.bench.collectives.show import seconds, show, size, summary_lines
+from meshwright.bench.collectives.show import show, summary_lines
 from meshwright.bench.collectives.timing import RunTime, stolen_s, undisturbed_rounds
 from meshwright.cli import app
 from meshwright.collectives.schedules.builders import SCHEDULES
@@ -199,7 +199,6 @@ def test_people_see_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "auto is shared_memory" in printed
     assert "1 KiB  shared memory" in printed
     assert "500–600 ms" in printed
-    assert (size(100), size(3 * 2**20), seconds(2e-6), seconds(2.5)) == ("100 B", "3 MiB", "2.00 µs", "2.50 s")
 
 
 def test_the_table_breaks_between_words_on_a_narrow_terminal(capsys: pytest.CaptureFixture[str]) -> None:

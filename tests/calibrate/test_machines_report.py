@@ -28,7 +28,7 @@ def test_equal_machines_are_not_odd() -> None:
         ({"driver": "550.2"}, "c (ranks 4–5) has the driver 550.2, the others have 580.1"),
         ({"ranks": (4,)}, "c (rank 4) runs 1 ranks, the others run 2"),
         ({"clock_s": -61.5}, "the clock of c (ranks 4–5) is 61.5 s behind that of a (ranks 0–1): synchronize"),
-        ({"bandwidth_bytes_per_s": 5e9}, "the link to c (ranks 4–5) has 5.0 GB/s, the others have 40.0 GB/s"),
+        ({"bandwidth_bytes_per_s": 5e9}, "the link to c (ranks 4–5) has 5 GB/s, the others have 40 GB/s"),
     ],
 )
 def test_the_machine_that_differs_is_named(values: dict[str, object], line: str) -> None:
@@ -44,5 +44,5 @@ def test_the_report_shows_machines_links_and_problems() -> None:
         "a (ranks 0–1): H100, 64 cores, torch 2.13.0, driver 580.1",
         "b (ranks 2–3): H100, 64 cores, torch 2.13.0, driver 580.1",
     ]
-    assert "  to the first machine 40.0 GB/s, 20 µs; clock +0.010 s" in lines
+    assert "  to the first machine 40 GB/s, 20 µs; clock +0.010 s" in lines
     assert lines[-1] == "problem: no compiler"

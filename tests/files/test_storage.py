@@ -15,7 +15,6 @@ from meshwright.errors import CheckpointError, InputError, StorageError
 from meshwright.files.storage import (
     describe_storage_problem,
     disk_of,
-    format_bytes,
     output_error,
     replacing,
     require_space,
@@ -40,9 +39,9 @@ def system_error(number: int, path: Path | None = None) -> OSError:
 @pytest.mark.parametrize(
     ("number", "words"),
     [
-        (errno.ENOSPC, r"the disk mounted at \S+ \(\w+, 20\.0 GB\) is full: 1\.2 GB are needed, 300\.0 MB are free, "
-         r"900\.0 MB are missing; free some space there, or choose an output folder on another disk"),
-        (errno.EDQUOT, r"the quota of user \S+ on the disk mounted at \S+ \(.*\) is used up: 1\.2 GB are needed; free"),
+        (errno.ENOSPC, r"the disk mounted at \S+ \(\w+, 18\.6 GiB\) is full: 1\.12 GiB are needed, 286 MiB are free, "
+         r"858 MiB are missing; free some space there, or choose an output folder on another disk"),
+        (errno.EDQUOT, r"the quota of user \S+ on the disk mounted at \S+ \(.*\) is used up: 1\.12 GiB are needed"),
         (errno.EROFS, r"the disk mounted at \S+ \(.*\) is read-only: mount it writable again"),
         (errno.EACCES, r"user \S+ may not write \S+: change its permissions"),
         (errno.EPERM, r"user \S+ may not write \S+: change its permissions"),
@@ -50,7 +49,7 @@ def system_error(number: int, path: Path | None = None) -> OSError:
         (errno.EIO, r"the disk mounted at \S+ \(.*\) reports an input/output error: see `dmesg`"),
         (errno.ESTALE, r"the disk mounted at \S+ \(.*\) cannot be reached any more: mount it again"),
         (errno.ENAMETOOLONG, r"'data\.bin' is longer than names can be on the disk"),
-        (errno.EFBIG, r"a file of 1\.2 GB is larger than the disk mounted at .* or `ulimit -f` allows"),
+        (errno.EFBIG, r"a file of 1\.12 GiB is larger than the disk mounted at .* or `ulimit -f` allows"),
         (errno.EMFILE, r"too many files are open: raise the limit \(`ulimit -n`"),
         (errno.ENFILE, r"too many files are open: raise the limit \(`ulimit -n`"),
     ],
@@ -89,7 +88,7 @@ def test_other_errors_are_left_alone(tmp_path: Path) -> None:
 
 def test_a_disk_without_inodes_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     set_disk(monkeypatch, f_favail=0)
-    words = "can hold no more files: all its inodes are used, although 300.0 MB are free"
+    words = "can hold no more files: all its inodes are used, although 286 MiB are free"
     assert words in str(describe_storage_problem(system_error(errno.ENOSPC), tmp_path / "a"))
     with pytest.raises(StorageError, match="all its inodes are used"):
         require_space(tmp_path / "a", 10)
@@ -97,7 +96,7 @@ def test_a_disk_without_inodes_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_space_is_required_before_anything_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     require_space(tmp_path, 1)
-    with pytest.raises(StorageError, match=r"1,000,000\.\d TB are needed, .* are free, .* TB are missing"):
+    with pytest.raises(StorageError, match=r"909,495 TiB are needed, .* are free, .* TiB are missing"):
         require_space(tmp_path / "not" / "there" / "yet", 10**18)
     set_disk(monkeypatch, f_flag=os.ST_RDONLY)
     with pytest.raises(StorageError, match="is read-only"):
@@ -132,7 +131,9 @@ def test_errors_that_hide_a_full_disk_are_explained(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, raised: list[Any]
 ) -> None:
     set_disk(monkeypatch, f_bavail=1000)
-    with pytest.raises(StorageError, match=r"is full: 5\.0 KB are needed, 1\.0 KB are free, 4\.0 KB are missing"):
+    with pytest.raises(
+        StorageError, match=r"is full: 4\.88 KiB are needed, 1,000 bytes are free, 3\.91 KiB are missing"
+    ):
         fail_while_writing(tmp_path / "a", 5000, *raised)
 
 
@@ -143,7 +144,7 @@ def test_the_bytes_that_were_free_before_count(monkeypatch: pytest.MonkeyPatch, 
             raise system_error(errno.ENOSPC)
 
     set_disk(monkeypatch, f_bavail=3000)
-    with pytest.raises(StorageError, match=r"5\.0 KB are needed, 3\.0 KB are free, 2\.0 KB are missing"):
+    with pytest.raises(StorageError, match=r"4\.88 KiB are needed, 2\.93 KiB are free, 1\.95 KiB are missing"):
         write()
 
 
@@ -222,10 +223,3 @@ def test_a_wrong_folder_is_wrong_input_and_a_full_disk_is_not() -> None:
     assert isinstance(wrong, InputError)
     assert str(wrong) == "output: cannot write in 'runs': Permission denied"
     assert isinstance(output_error(system_error(errno.ENOSPC), Path("runs")), StorageError)
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(812, "812 bytes"), (1500, "1.5 KB"), (2 * 10**6, "2.0 MB"), (5 * 10**15, "5,000.0 TB")]
-)
-def test_bytes_in_words(count: int, text: str) -> None:
-    assert format_bytes(count) == text

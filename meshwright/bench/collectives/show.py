@@ -9,6 +9,7 @@ from rich.table import Table
 
 from meshwright.bench.collectives.compare import CollectiveRow, summary
 from meshwright.bench.collectives.rank import CollectiveMeasurements
+from meshwright.numbers.units import bandwidth_text, bytes_text, number_text, seconds_text
 
 
 def show(rows: Sequence[CollectiveRow], measured: CollectiveMeasurements, console: Console) -> None:
@@ -40,10 +41,10 @@ def _cells(row: CollectiveRow) -> list[str]:
     ratio = "" if row.ratio_to_native is None else f"{row.ratio_to_native:.3g}"
     predicted, error = "", ""
     if row.predicted_s is not None:
-        predicted, error = seconds(row.predicted_s), f"{row.predicted_s / row.time_s - 1:+.0%}"
+        predicted, error = seconds_text(row.predicted_s), f"{row.predicted_s / row.time_s - 1:+.0%}"
     name = row.algorithm.replace("_", " ")  # wraps between words
-    speed = bandwidth(row.bandwidth_bytes_per_s)
-    return [size(row.bytes), name, seconds(row.time_s), _range(*row.spread), speed, ratio, predicted, error]
+    speed = bandwidth_text(row.bandwidth_bytes_per_s)
+    return [bytes_text(row.bytes), name, seconds_text(row.time_s), _range(*row.spread), speed, ratio, predicted, error]
 
 
 def summary_lines(findings: dict[str, Any]) -> list[str]:
@@ -51,11 +52,14 @@ def summary_lines(findings: dict[str, Any]) -> list[str]:
     lines = [f"auto is {findings['auto']}: {_regrets(findings['auto_regret'])}"]
     lines.append(f"the algorithm predicted to be the fastest is {_regrets(findings['chosen_regret'])}")
     for kind in ("measured", "predicted"):
-        crossovers = [f"{change['to']} from {size(change['bytes'])} on" for change in findings[f"crossovers_{kind}"]]
+        crossovers = [
+            f"{change['to']} from {bytes_text(change['bytes'])} on" for change in findings[f"crossovers_{kind}"]
+        ]
         first = next(iter((findings["fastest"] if kind == "measured" else findings["chosen"]).values()), "none")
         lines.append(f"fastest as {kind}: {', then '.join([first, *crossovers])}")
     wrong = [
-        f"{pair['pair'][0]} before {pair['pair'][1]} at {size(pair['bytes'])}" for pair in findings["ranked_wrongly"]
+        f"{pair['pair'][0]} before {pair['pair'][1]} at {bytes_text(pair['bytes'])}"
+        for pair in findings["ranked_wrongly"]
     ]
     lines.append(
         f"ranked wrongly, of {findings['pairs_apart']} pairs whose rounds do not overlap: {', '.join(wrong) or 'none'}"
@@ -75,7 +79,7 @@ def _regrets(regrets: dict[int, float]) -> str:
         return "not measured"
     if not regrets[worst]:
         return "the fastest at every size"
-    return f"at most {regrets[worst]:.0%} slower than the fastest ({size(worst)})"
+    return f"at most {regrets[worst]:.0%} slower than the fastest ({bytes_text(worst)})"
 
 
 def _show_training(training: dict[str, Any], console: Console) -> None:
@@ -87,7 +91,7 @@ def _show_training(training: dict[str, Any], console: Console) -> None:
     for row in training["rows"]:
         ratio = "" if row["ratio_to_native"] is None else f"{row['ratio_to_native']:.3g}"
         name, spread = row["algorithm"].replace("_", " "), _range(*row["spread_lost_s"])
-        table.add_row(name, seconds(row["time_s"]), seconds(row["lost_s"]), spread, ratio)
+        table.add_row(name, seconds_text(row["time_s"]), seconds_text(row["lost_s"]), spread, ratio)
     console.print(table)
     for session in training["sessions"]:
         console.print(
@@ -97,35 +101,11 @@ def _show_training(training: dict[str, Any], console: Console) -> None:
         )
 
 
-def seconds(value: float) -> str:
-    unit_s, unit = _unit(value)
-    return f"{_digits(value / unit_s)} {unit}"
-
-
 def _range(low: float, high: float) -> str:
     """Two durations in the unit of the longer one, such as `0.83–1.39 ms`."""
     unit_s, unit = _unit(high)
-    return f"{_digits(low / unit_s)}–{_digits(high / unit_s)} {unit}"
+    return f"{number_text(low / unit_s)}–{number_text(high / unit_s)} {unit}"
 
 
 def _unit(value: float) -> tuple[float, str]:
     return (1.0, "s") if abs(value) >= 1 else (1e-3, "ms") if abs(value) >= 1e-3 else (1e-6, "µs")
-
-
-def bandwidth(bytes_per_s: float) -> str:
-    for unit, name in ((1e9, "GB/s"), (1e6, "MB/s")):
-        if bytes_per_s >= unit:
-            return f"{_digits(bytes_per_s / unit)} {name}"
-    return f"{_digits(bytes_per_s / 1e3)} kB/s"
-
-
-def _digits(value: float) -> str:
-    """Three digits, without an exponent."""
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
-
-
-def size(count: int) -> str:
-    for unit, name in ((2**20, "MiB"), (2**10, "KiB")):
-        if count >= unit and count % unit == 0:
-            return f"{count // unit} {name}"
-    return f"{count} B"

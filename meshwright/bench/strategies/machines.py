@@ -7,7 +7,7 @@ from meshwright.calibrate.probe import measure_machine
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import check_is_local, find_cluster
 from meshwright.errors import InputError, did_you_mean
-from meshwright.limits import MOST_DEVICES
+from meshwright.numbers.limits import MOST_DEVICES
 from meshwright.plan_fields.groups import NumericsGroup
 
 _PRECISIONS = tuple(

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.bench.strategies.rows import StrategyReport, StrategyRow
-from meshwright.planner.explanation.units import plain_number, seconds
+from meshwright.numbers.units import bytes_text, number_text, seconds_text
 from meshwright.progress import describe_seconds
 
 _WIDE = 96  # columns of a terminal in which all columns of the table fit
@@ -85,12 +85,12 @@ def _speed_table(report: StrategyReport, width: int) -> Table:
     for row in report.rows:
         table.add_row(
             *_names(report, row),
-            plain_number(row.samples_per_s),
+            number_text(row.samples_per_s),
             _percent(None if row.spread is None else row.spread / 2),
             _ratio(row.speedup),
             _percent(row.efficiency),
-            *((seconds(row.measured_step_s),) if is_wide else ()),
-            seconds(row.predicted_step_s),
+            *((seconds_text(row.measured_step_s),) if is_wide else ()),
+            seconds_text(row.predicted_step_s),
             _loss(row),
         )
     return table
@@ -103,11 +103,11 @@ def _predicted_table(report: StrategyReport) -> Table:
         efficiency = None if row.predicted_speedup is None else row.predicted_speedup / row.ranks
         table.add_row(
             *_names(report, row),
-            plain_number(rate),
+            number_text(rate),
             _ratio(row.predicted_speedup),
             _percent(efficiency),
-            seconds(row.predicted_step_s),
-            _bytes(row.predicted_memory_bytes) + ("*" if row.note else ""),
+            seconds_text(row.predicted_step_s),
+            bytes_text(row.predicted_memory_bytes) + ("*" if row.note else ""),
         )
     return table
 
@@ -119,8 +119,8 @@ def _cost_table(report: StrategyReport) -> Table:
         table.add_row(
             *_names(report, row),
             *(_percent(shares.get(name)) for name in _SHARES),
-            _bytes(row.exchanged_bytes),
-            _bytes(row.peak_memory_bytes),
+            bytes_text(row.exchanged_bytes),
+            bytes_text(row.peak_memory_bytes),
         )
     return table
 
@@ -131,7 +131,7 @@ def _figure_lines(report: StrategyReport) -> Iterator[str]:
     if fastest := summary["fastest"]:
         where = f"{_ranks(fastest['ranks'])} in {fastest['precision']}"
         rate = report.global_batch / fastest["step_s"]
-        yield f"The fastest, {kind}: {fastest['strategy']} on {where}, {plain_number(rate)} samples/s."
+        yield f"The fastest, {kind}: {fastest['strategy']} on {where}, {number_text(rate)} samples/s."
     for ranks, ratio in summary["automatic_over_manual"].items():
         yield (
             f"Automatic over manual on {_ranks(ranks)}: the plan of `auto` is {ratio:.2f} times as fast as the fastest"
@@ -169,12 +169,3 @@ def _ratio(value: float | None) -> str:
 
 def _percent(value: float | None) -> str:
     return "–" if value is None else f"{value:.0%}"
-
-
-def _bytes(value: float | None) -> str:
-    if value is None:
-        return "–"
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.0f} B"

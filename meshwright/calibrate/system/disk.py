@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.files.storage import disk_of, format_bytes
+from meshwright.files.storage import disk_of
+from meshwright.numbers.units import bandwidth_text, bytes_text
 
 SMALLEST_FREE_BYTES = 2 * 10**9  # a few checkpoints of a small model
 SLOWEST_BYTES_PER_S = 50e6  # a checkpoint of 1 GB takes 20 s
@@ -50,10 +51,10 @@ def disk_problems(disk: OutputDisk) -> Iterator[str]:
     if disk.kind in _IN_MEMORY:
         yield f"{what}: checkpoints there are lost when the machine restarts, and take memory; choose another output"
     elif disk.free_bytes < SMALLEST_FREE_BYTES:
-        yield f"{what}, which has {format_bytes(disk.free_bytes)} free: free some space, or choose another output"
+        yield f"{what}, which has {bytes_text(disk.free_bytes)} free: free some space, or choose another output"
     if disk.bytes_per_s is not None and disk.bytes_per_s < SLOWEST_BYTES_PER_S:
         yield (
-            f"{what}, which writes {format_bytes(round(disk.bytes_per_s))} a second: checkpoints take long; choose a"
+            f"{what}, which writes {bandwidth_text(disk.bytes_per_s)}: checkpoints take long; choose a"
             " local disk as output, or save less often (checkpoint.every_steps)"
         )
 

@@ -13,7 +13,7 @@ from meshwright.cli.options import AsJson, ClusterName, JobFile, PlanFile, Setti
 from meshwright.cli.ready_jobs import ready_jobs
 from meshwright.cli.text import print_lines
 from meshwright.errors import InputError, did_you_mean
-from meshwright.limits import LARGEST_COUNT, MOST_DEVICES
+from meshwright.numbers.limits import LARGEST_COUNT, MOST_DEVICES
 from meshwright.progress import phase, say
 
 if TYPE_CHECKING:

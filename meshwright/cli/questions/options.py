@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshwright.errors import InputError
-from meshwright.limits import LARGEST_COUNT
+from meshwright.numbers.limits import LARGEST_COUNT
 
 if TYPE_CHECKING:
     from meshwright.plan_fields.constraints import Constraints

@@ -149,7 +149,7 @@ def _sweep(question: PlanQuestion, problem: PlanProblem) -> "Answer":
 
 
 def _best_cluster(question: PlanQuestion, problem: PlanProblem) -> "Answer":
-    from meshwright.planner.explanation.units import count
+    from meshwright.numbers.units import words_text
     from meshwright.planner.questions.goals import Goal, Limits, best_cluster
 
     limits, length = Limits(question.deadline_s(), question.budget), question.length()
@@ -161,7 +161,7 @@ def _best_cluster(question: PlanQuestion, problem: PlanProblem) -> "Answer":
         problem.inputs,
         problem.profiles,
         problem.on_cluster,
-        f"{count(length[1])} {length[0]}" if length is not None else None,
+        f"{words_text(length[1])} {length[0]}" if length is not None else None,
     )
 
 

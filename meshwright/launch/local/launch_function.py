@@ -55,7 +55,7 @@ def launch(
 
 def _check(function: object, ranks: object, timeout_s: object) -> None:
     # Imported here, because it imports pydantic, which `import meshwright` does not need.
-    from meshwright.limits import MOST_RANKS_HERE, MOST_RANKS_PER_CORE
+    from meshwright.numbers.limits import MOST_RANKS_HERE, MOST_RANKS_PER_CORE
 
     env = environment.read_environment()
     if env.launched:

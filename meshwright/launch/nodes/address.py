@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 
 from meshwright.errors import InputError
-from meshwright.limits import MOST_DEVICES
+from meshwright.numbers.limits import MOST_DEVICES
 
 _HOST = re.compile(
     r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?|\[[0-9A-Fa-f:.]{2,45}(?:%[\w.-]{1,15})?\]", re.ASCII

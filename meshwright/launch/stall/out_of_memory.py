@@ -10,6 +10,7 @@ import torch
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.stall.position import find_position, stack_of_error
 from meshwright.launch.stall.record import innermost
+from meshwright.numbers.units import bytes_text
 
 _CPU_MESSAGE = re.compile(r"DefaultCPUAllocator: (not enough|can't allocate) memory", re.IGNORECASE)
 _WANTED = re.compile(r"ried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB|TiB)", re.IGNORECASE)
@@ -29,20 +30,12 @@ def describe_out_of_memory(error: BaseException, heartbeat: Heartbeat) -> str:
     wanted = _WANTED.search(str(error))
     text = f"out of memory in {place}"
     if wanted:
-        text += f": it wanted {format_bytes(float(wanted[1]) * _UNITS[wanted[2].lower()])} more"
+        text += f": it wanted {bytes_text(float(wanted[1]) * _UNITS[wanted[2].lower()])} more"
     kinds: Mapping[str, int] = heartbeat.memory() if heartbeat.memory is not None else {}
     if kinds:
-        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in kinds.items())
-        text += f"; in use were {format_bytes(sum(kinds.values()))}: {parts}"
+        parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in kinds.items())
+        text += f"; in use were {bytes_text(sum(kinds.values()))}: {parts}"
     return text
-
-
-def format_bytes(size: float) -> str:
-    """`3.4 GiB`, `120 MiB`, `0 MiB`."""
-    for unit, name in ((2**60, "EiB"), (2**40, "TiB"), (2**30, "GiB")):
-        if size >= unit:
-            return f"{size / unit:.1f} {name}"
-    return f"{size / 2**20:.0f} MiB"
 
 
 def killed_for_memory() -> int:

@@ -4,12 +4,12 @@ gains, and what it would gain if it might change the numerical result more (`all
 from dataclasses import replace
 
 from meshwright.errors import InputError
+from meshwright.numbers.units import seconds_text
 from meshwright.plan import Plan
 from meshwright.plan_fields.effects import NUMERICS, Numerics
 from meshwright.plan_fields.groups import Compute, NumericsGroup
 from meshwright.planner.compute_variants import best_variant, traits_of
 from meshwright.planner.explanation.explain import preference
-from meshwright.planner.explanation.units import seconds
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.preference import difference
 from meshwright.planner.profiles import Profiles
@@ -23,11 +23,11 @@ def describe_choice(result: SearchResult, inputs: PlanningInputs, profiles: Prof
     """Returns the line, such as `plan: replicate 2 · fp32 · fused optimizer, 12.1 ms a step predicted (13 ms without
     fused optimizer); with allow: changes, bf16 would take 6.3 ms`."""
     best = result.ranked[0]
-    words = f"plan: {best.plan.summary()}, {seconds(best.prediction.step_s)} a step predicted"
+    words = f"plan: {best.plan.summary()}, {seconds_text(best.prediction.step_s)} a step predicted"
     plain = best.plan.model_copy(update={"compute": Compute(layout=best.plan.compute.layout)})
     if plain != best.plan and not inputs.constraints:
         prediction = _predicted(plain, inputs, profiles)
-        words += f" ({seconds(prediction.step_s)} without {difference(best.plan, plain)})"
+        words += f" ({seconds_text(prediction.step_s)} without {difference(best.plan, plain)})"
     if reason := preference(result):
         words += f"; {reason}"
     for allow in NUMERICS[NUMERICS.index(inputs.allow) + 1 :]:
@@ -35,7 +35,7 @@ def describe_choice(result: SearchResult, inputs: PlanningInputs, profiles: Prof
         if faster is not None and faster[1].step_s < (1 - _NOTABLE) * best.prediction.step_s:
             plan, prediction = faster
             more = difference(plan, best.plan)
-            return f"{words}; with allow: {allow}, {more} would take {seconds(prediction.step_s)}"
+            return f"{words}; with allow: {allow}, {more} would take {seconds_text(prediction.step_s)}"
     return words
 
 

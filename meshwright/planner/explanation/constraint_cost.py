@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from meshwright.numbers.units import bytes_text, seconds_text
 from meshwright.plan_fields.constraints import FIELDS, Constraints
 from meshwright.plan_fields.effects import Numerics
 from meshwright.planner.constraints.no_effect import without_effect
-from meshwright.planner.explanation.units import gib, seconds
 from meshwright.planner.search_result import PricedPlan
 
 _AS_FAST = 5e-4
@@ -19,7 +19,7 @@ def cost_sentences(
     """Says how much slower the best plan with constraints is than the `free` one, which of them have no effect, and
     which the search without them may not choose because of `allow`."""
     slower = best.prediction.step_s / free.prediction.step_s - 1
-    other = f"the best plan without them, {free.plan.summary()} ({gib(free.needed_bytes)})"
+    other = f"the best plan without them, {free.plan.summary()} ({bytes_text(free.needed_bytes)})"
     words = constraints.describe()
     if best.plan == free.plan:
         sentences = [f"The constraints ({words}) cost nothing: the best plan without them is the same."]
@@ -27,7 +27,8 @@ def cost_sentences(
         sentences = [f"The constraints ({words}) cost nothing: {other}, is as fast."]
     elif slower > 0:
         sentences = [
-            f"The constraints ({words}) cost {slower:.1%}: {other}, takes {seconds(free.prediction.step_s)} a step."
+            f"The constraints ({words}) cost {slower:.1%}: {other}, takes {seconds_text(free.prediction.step_s)} a"
+            " step."
         ]
     else:
         why = (
@@ -37,7 +38,8 @@ def cost_sentences(
         if beyond := constraints.beyond(allow):
             why = f"By itself, the search does not choose {beyond}, because allow is {allow}."
         sentences = [
-            f"The constraints ({words}) cost nothing: {other}, takes {seconds(free.prediction.step_s)} a step. {why}"
+            f"The constraints ({words}) cost nothing: {other}, takes {seconds_text(free.prediction.step_s)} a step."
+            f" {why}"
         ]
     for name, why in without_effect(best.plan, constraints).items():
         sentences.append(f"{name} has no effect in this plan, {why}.")

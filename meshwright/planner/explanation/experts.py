@@ -1,10 +1,9 @@
 """A sentence that says what dividing experts over ranks saves and costs, with even routing and at the worst."""
 
+from meshwright.numbers.units import bytes_text
 from meshwright.planner.search_result import PricedPlan
 from meshwright.profile.values import ModelProfile
 from meshwright.simulator.experts import expert_names, kept_bytes
-
-_GIB = 2**30
 
 
 def explain_experts(priced: PricedPlan, profile: ModelProfile, link: str, cost: str) -> str:
@@ -15,8 +14,8 @@ def explain_experts(priced: PricedPlan, profile: ModelProfile, link: str, cost: 
     kept = kept_bytes(profile, priced.prediction.batch_per_rank)
     return (
         f"Expert {ranks}: the experts have {experts_bytes / profile.parameter_bytes:.0%} of the weights"
-        f" ({experts_bytes / _GIB:,.1f} GiB), and each of {ranks} data ranks holds a part of them. Tokens go there over"
-        f" {link}: {cost} if routing is even, as is assumed. The buffers of a layer take {even / _GIB:,.2f} GiB then."
-        f" If all tokens went to one rank, they would take {worst / _GIB:,.2f} GiB, and what its experts keep for a"
-        f" microbatch {kept * ranks / _GIB:,.2f} instead of {kept / _GIB:,.2f} GiB."
+        f" ({bytes_text(experts_bytes)}), and each of {ranks} data ranks holds a part of them. Tokens go there over"
+        f" {link}: {cost} if routing is even, as is assumed. The buffers of a layer take {bytes_text(even)} then."
+        f" If all tokens went to one rank, they would take {bytes_text(worst)}, and what its experts keep for a"
+        f" microbatch {bytes_text(kept * ranks)} instead of {bytes_text(kept)}."
     )

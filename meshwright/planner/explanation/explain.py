@@ -1,13 +1,13 @@
 """Sentences that say why the best plan was chosen and others were not, with numbers from profile and predictions."""
 
 from meshwright.cluster.cluster import Device, Link
+from meshwright.numbers.units import bytes_text, duration_text, number_text, seconds_text
 from meshwright.plan import Plan
 from meshwright.planner.explanation.experts import explain_experts
 from meshwright.planner.explanation.host_memory import host_memory
 from meshwright.planner.explanation.sequences import sequences
 from meshwright.planner.explanation.terms import COMMUNICATION, term_words
 from meshwright.planner.explanation.unequal import unequal
-from meshwright.planner.explanation.units import duration, gib, plain_number, seconds
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.model_summary import ModelSummary
 from meshwright.planner.preference import describe_preference
@@ -62,8 +62,8 @@ def _headline(best: PricedPlan, result: SearchResult, inputs: PlanningInputs) ->
     step_s, ranks, devices = best.prediction.step_s, best.plan.world_size, inputs.cluster.device_count
     unused = f" on {ranks} of {devices} devices (no plan over all of them is faster)" if ranks < devices else ""
     return (
-        f"{best.plan.summary()}{unused} trains {inputs.global_batch} samples in {seconds(step_s)}"
-        f" ({plain_number(inputs.global_batch / step_s)} samples per second). It is the {superlative} of"
+        f"{best.plan.summary()}{unused} trains {inputs.global_batch} samples in {seconds_text(step_s)}"
+        f" ({number_text(inputs.global_batch / step_s)} samples per second). It is the {superlative} of"
         f" {result.candidate_count:,} candidates, of which {result.priced_count} were simulated in full."
     )
 
@@ -74,7 +74,7 @@ def step_shares(plan: Plan, prediction: Prediction) -> str:
     terms = sorted(prediction.breakdown.items(), key=lambda term: -term[1])
     shares = rounded_shares([value for _, value in terms], 1000)
     parts = [
-        f"{share / 10:.1f}% {term_words(plan, name)} ({seconds(value)})"
+        f"{share / 10:.1f}% {term_words(plan, name)} ({seconds_text(value)})"
         for (name, value), share in zip(terms, shares, strict=True)
         if share
     ]
@@ -107,18 +107,18 @@ def _memory(best: PricedPlan, summary: ModelSummary, inputs: PlanningInputs) -> 
     dividing = [f"{name} {getattr(axes, name)}" for name in names if getattr(axes, name) > 1]
     if best.candidate.sizes.splits_wide_layers:
         dividing.append("splitting the wide layers")
-    used = f"The plan uses {gib(best.needed_bytes)} of the {gib(memory_bytes)} of one {device}"
+    used = f"The plan uses {bytes_text(best.needed_bytes)} of the {bytes_text(memory_bytes)} of one {device}"
     if states_bytes > inputs.capacity_bytes:
         divided = f", so they are divided by {' × '.join(dividing)}" if dividing else ""
         return [
-            f"Weights, gradients and optimizer state take {gib(states_bytes)}, more than the"
-            f" {gib(inputs.capacity_bytes)} of one {device} that a plan may use{divided}."
+            f"Weights, gradients and optimizer state take {bytes_text(states_bytes)}, more than the"
+            f" {bytes_text(inputs.capacity_bytes)} of one {device} that a plan may use{divided}."
             f" {used}."
         ]
     recompute = best.plan.memory.recompute
     recomputed = f", with {recompute} recomputation of activations" if recompute != "none" else ""
     whole = "would fit on one device" if dividing else "are whole on every device"
-    return [f"Weights, gradients and optimizer state take {gib(states_bytes)} and {whole}. {used}{recomputed}."]
+    return [f"Weights, gradients and optimizer state take {bytes_text(states_bytes)} and {whole}. {used}{recomputed}."]
 
 
 def _offload(best: PricedPlan, result: SearchResult) -> list[str]:
@@ -131,7 +131,10 @@ def _offload(best: PricedPlan, result: SearchResult) -> list[str]:
     if without is not None:
         longer = without.prediction.step_s / best.prediction.step_s - 1
         reason = f"the best plan without that, {without.plan.summary()}, takes {longer:.1%} longer"
-    return [f"{tensors} in CPU memory, because {reason}. A rank needs {gib(best.prediction.memory.host_bytes)} of it."]
+    return [
+        f"{tensors} in CPU memory, because {reason}. A rank needs {bytes_text(best.prediction.memory.host_bytes)}"
+        " of it."
+    ]
 
 
 def _wide_layers(best: PricedPlan, result: SearchResult, inputs: PlanningInputs) -> list[str]:
@@ -148,7 +151,7 @@ def _wide_layers(best: PricedPlan, result: SearchResult, inputs: PlanningInputs)
             gain = f", and the step is {shorter:.1%} shorter than with the whole model replicated"
         return [
             f"{_layer_shares(tuple(best.plan.modules.splits), summary)}. Splitting them over"
-            f" {best.plan.axes.replicate} ranks saves an all-reduce of {_saved_bytes(best, summary) / 1e6:.0f} MB per"
+            f" {best.plan.axes.replicate} ranks saves an all-reduce of {bytes_text(_saved_bytes(best, summary))} per"
             f" step{gain}."
         ]
     split = next((p for p in result.family_bests if p.candidate.sizes.splits_wide_layers), None)
@@ -236,7 +239,7 @@ def _branch_weights(priced: PricedPlan, summary: ModelSummary) -> str:
     shared = plan_outside_branches(profile, priced.plan)
     most = max(split_profile(rank, shared).parameter_bytes for rank in branch_rank_profiles(profile, priced.plan))
     total = profile.parameter_bytes
-    return f"a rank trains and combines {most / 1e6:,.4g} of {total / 1e6:,.4g} MB of weights"
+    return f"a rank trains and combines {bytes_text(most)} of {bytes_text(total)} of weights"
 
 
 def _axes(best: PricedPlan, inputs: PlanningInputs) -> list[str]:
@@ -266,7 +269,7 @@ def _experts(best: PricedPlan, summary: ModelSummary, inputs: PlanningInputs) ->
 
 def _term_cost(priced: PricedPlan, name: str) -> str:
     value = priced.prediction.breakdown.get(name, 0.0)
-    return f"{term_words(priced.plan, name)} takes {seconds(value)}, {_share(priced, name):.1%} of the step"
+    return f"{term_words(priced.plan, name)} takes {seconds_text(value)}, {_share(priced, name):.1%} of the step"
 
 
 def _communication(best: PricedPlan, inputs: PlanningInputs) -> list[str]:
@@ -333,13 +336,13 @@ def reason(priced: PricedPlan, best: PricedPlan, inputs: PlanningInputs) -> str:
     is_axis = name in axis_groups(priced.plan.axes, inputs.cluster)
     link = f" over {_link_words(_link_of(priced, name, inputs))}" if is_axis else ""
     words = term_words(priced.plan, name)
-    return f"{slower:.1%} slower: {words}{link} takes {seconds(terms[name])}, {seconds(extra_s)} more"
+    return f"{slower:.1%} slower: {words}{link} takes {seconds_text(terms[name])}, {seconds_text(extra_s)} more"
 
 
 def too_large(needed: float, inputs: PlanningInputs, at_least: bool = False, device: Device | None = None) -> str:
     device = device or inputs.device
-    capacity = gib(inputs.capacity_of(device))
-    words = f"needs {'at least ' if at_least else ''}{gib(needed)}"
+    capacity = bytes_text(inputs.capacity_of(device))
+    words = f"needs {'at least ' if at_least else ''}{bytes_text(needed)}"
     return f"{words}, more than the {capacity} of one {device.name} that a plan may use"
 
 
@@ -352,6 +355,5 @@ def cost(priced: PricedPlan, inputs: PlanningInputs) -> str:
         steps = -(-inputs.epoch_samples // inputs.global_batch)
         words = f"an epoch of {inputs.epoch_samples:,} samples costs {{}} and takes {{}}"
     length_s = steps * priced.prediction.step_s
-    return (
-        f"At {plain_number(price)} per hour, {words.format(plain_number(price * length_s / 3600), duration(length_s))}."
-    )
+    cost = words.format(number_text(price * length_s / 3600), duration_text(length_s))
+    return f"At {number_text(price)} per hour, {cost}."

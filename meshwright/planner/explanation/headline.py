@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.numbers.units import bytes_text, number_text, words_text
 from meshwright.plan import Plan
 from meshwright.planner.explanation.plain import PlainPlan
-from meshwright.planner.explanation.units import count, gib, plain_number
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
 from meshwright.profile.values import ModelProfile
@@ -35,15 +35,15 @@ class Headline:
     plain: tuple[PlainPlan, ...] = ()
 
     def __str__(self) -> str:
-        samples = f"{plain_number(self.samples_per_s)} samples/s"
-        speed = samples if self.tokens_per_s is None else f"{count(self.tokens_per_s)} tokens/s ({samples})"
+        samples = f"{number_text(self.samples_per_s)} samples/s"
+        speed = samples if self.tokens_per_s is None else f"{words_text(self.tokens_per_s)} tokens/s ({samples})"
         share = "less than 0.1%" if (self.mfu or 0.0) < 1e-3 else f"{self.mfu:.1%}"
         used = f"{share} of the peak rate in {self.precision} (MFU)"
         parts = [
-            f"{count(self.parameters)} parameters",
+            f"{words_text(self.parameters)} parameters",
             speed,
             *([used] if self.mfu is not None else []),
-            f"{gib(self.memory_bytes)} of the {gib(self.device_memory_bytes)} of one {self.device}",
+            f"{bytes_text(self.memory_bytes)} of the {bytes_text(self.device_memory_bytes)} of one {self.device}",
         ]
         compared = "; ".join(plain.words for plain in self.plain)
         return f"{', '.join(parts)}{f'; {compared}' if compared else ''}"

@@ -1,5 +1,6 @@
 """The CPU memory that the ranks of a machine with GPUs need, against what the machine has."""
 
+from meshwright.numbers.units import bytes_text
 from meshwright.plan import Plan
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.simulator.predict import Prediction
@@ -16,12 +17,9 @@ def host_memory(plan: Plan, prediction: Prediction, inputs: PlanningInputs) -> l
             if memory.copy_bytes:
                 change = "set checkpoint.asynchronous to false, which needs no copies of checkpoints"
             return [
-                f"The ranks of a machine need {_gib(needed_bytes)} of CPU memory, of which"
-                f" {_gib(memory.copy_bytes * min(node.count, plan.world_size))} are copies of checkpoints, but it has"
-                f" {_gib(node.host_memory_bytes)}: {change}."
+                f"The ranks of a machine need {bytes_text(needed_bytes)} of CPU memory, of which"
+                f" {bytes_text(memory.copy_bytes * min(node.count, plan.world_size))} are copies of checkpoints,"
+                " but it has"
+                f" {bytes_text(node.host_memory_bytes)}: {change}."
             ]
     return []
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:,.1f} GiB"

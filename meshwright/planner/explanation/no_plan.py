@@ -7,11 +7,11 @@ from math import ceil
 
 from meshwright.cluster.cluster import Device
 from meshwright.errors import InputError
+from meshwright.numbers.units import bytes_text
 from meshwright.plan import Plan
 from meshwright.planner.constraints.apply import keeps_constraints
 from meshwright.planner.constraints.contradictions import no_plan_keeps
 from meshwright.planner.constraints.space import divisors
-from meshwright.planner.explanation.units import gib
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.model_summary import ModelSummary
 from meshwright.planner.search_result import SearchResult
@@ -42,14 +42,15 @@ def describe_closest(inputs: PlanningInputs, results: Sequence[SearchResult]) ->
         closest = _predicted(closest, inputs)
     capacity, device = inputs.capacity_of(closest.device), closest.device
     is_limited = inputs.constraints.max_memory is not None and inputs.constraints.max_memory == capacity
-    margin = f"{gib(device.memory_bytes)} without a margin of {inputs.memory_margin:.0%}"
+    margin = f"{bytes_text(device.memory_bytes)} without a margin of {inputs.memory_margin:.0%}"
     kept = f" with the constraints ({inputs.constraints.describe()})" if inputs.constraints else ""
     kept += f", also with memory.offload: {inputs.offload}" if inputs.offload != "none" else ""
     return (
         f"the model fits no plan on '{inputs.cluster.name}'{kept}: the closest, {closest.plan.summary()}, needs"
-        f" {'at least ' * closest.at_least}{gib(closest.needed_bytes)}, but a plan may use {gib(capacity)} of one"
+        f" {'at least ' * closest.at_least}{bytes_text(closest.needed_bytes)}, but a plan may use"
+        f" {bytes_text(capacity)} of one"
         f" {device.name} ({'max_memory' if is_limited else margin}). That is"
-        f" {gib(closest.needed_bytes - capacity)} too much: {'raise max_memory, or ' * is_limited}"
+        f" {bytes_text(closest.needed_bytes - capacity)} too much: {'raise max_memory, or ' * is_limited}"
         f"{_what_would_help(closest, inputs)}"
     )
 
@@ -101,7 +102,8 @@ def _what_would_help(closest: _Closest, inputs: PlanningInputs) -> str:
     if inputs.cluster.is_uniform and (found := _on_more_devices(closest, inputs)):
         devices, plan, needed_bytes = found
         return (
-            f"use {devices:,} {closest.device.name}, of each of which {plan.summary()} needs {gib(needed_bytes)}, or"
+            f"use {devices:,} {closest.device.name}, of each of which {plan.summary()} needs"
+            f" {bytes_text(needed_bytes)}, or"
             f" {device}{fewer}"
         )
     parameters = closest.summary.profile.parameters
@@ -113,7 +115,7 @@ def _what_would_help(closest: _Closest, inputs: PlanningInputs) -> str:
         return f"use {device}, smaller samples (shorter sequences, smaller images){fewer}"
     return (
         f"use more devices, or {device}{fewer}. Without offload, {least:,} devices of this kind are needed at least,"
-        f" for weights, gradients and optimizer state of {gib(states)}"
+        f" for weights, gradients and optimizer state of {bytes_text(states)}"
     )
 
 

@@ -5,8 +5,8 @@ best, as the search has found them."""
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from meshwright.numbers.units import bytes_text
 from meshwright.planner.explanation.rejected import Rejected
-from meshwright.planner.explanation.units import gib
 from meshwright.planner.search_result import PricedPlan, SearchResult
 
 _NAMES: dict[tuple[str, ...], str] = {
@@ -34,7 +34,7 @@ class PlainPlan:
         if self.is_best:
             return f"this is {self.name}"
         if self.times is None:
-            return f"{self.name} does not fit: it needs {gib(self.too_large_bytes or 0.0)}"
+            return f"{self.name} does not fit: it needs {bytes_text(self.too_large_bytes or 0.0)}"
         if abs(self.times - 1) < _AS_FAST:
             return f"as fast as {self.name}"
         digits = f"{self.times:.2f}" if self.times < 10 else f"{self.times:,.0f}"

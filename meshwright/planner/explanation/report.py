@@ -10,6 +10,7 @@ from rich.table import Table
 from meshwright.cluster.busy import busy_sentence
 from meshwright.cluster.cluster import BasedOn
 from meshwright.cluster.selftest_record import untested_parts
+from meshwright.numbers.units import bytes_text, number_text, seconds_text
 from meshwright.plan import Plan
 from meshwright.planner.constraints.missing_cuts import lacks_cuts, with_cuts
 from meshwright.planner.explanation.choice import describe_choice
@@ -20,7 +21,6 @@ from meshwright.planner.explanation.host_memory import host_memory
 from meshwright.planner.explanation.plain import PlainPlan, plain_plans
 from meshwright.planner.explanation.rejected import rejected_plans
 from meshwright.planner.explanation.unequal import shares_sentence
-from meshwright.planner.explanation.units import gib, plain_number, seconds
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
 from meshwright.planner.search_result import PricedPlan, SearchResult
@@ -100,7 +100,7 @@ def predict_given_plan(plan: Plan, inputs: PlanningInputs, profiles: Profiles) -
     prediction = predict_plan(cluster, profile, plan, inputs.global_batch, inputs.optimizer, runtime=inputs.runtime)
     used = f" on {plan.world_size} of {devices} devices" if plan.world_size < devices else ""
     sentences = [
-        f"{plan.summary()}{used} trains {inputs.global_batch} samples in {seconds(prediction.step_s)}.",
+        f"{plan.summary()}{used} trains {inputs.global_batch} samples in {seconds_text(prediction.step_s)}.",
         step_shares(plan, prediction),
     ]
     sentences += shares_sentence(plan, prediction)
@@ -281,9 +281,9 @@ def _cells(plans: Sequence[_Row], inputs: PlanningInputs) -> tuple[tuple[str, ..
         shares = _shares(prediction)
         rows.append(
             (
-                seconds(prediction.step_s),
-                plain_number(inputs.global_batch / prediction.step_s),
-                gib(prediction.memory.device_bytes),
+                seconds_text(prediction.step_s),
+                number_text(inputs.global_batch / prediction.step_s),
+                bytes_text(prediction.memory.device_bytes),
                 *(f"{shares[name]}%" for name in names),
             )
         )

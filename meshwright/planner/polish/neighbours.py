@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from meshwright.limits import MOST_CHUNKS
+from meshwright.numbers.limits import MOST_CHUNKS
 from meshwright.plan_fields.groups import BUCKET_BYTES, Compute
 from meshwright.planner.candidates import (
     RECOMPUTES,

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from meshwright.cluster.cluster import Cluster, Device
 from meshwright.errors import InputError
-from meshwright.planner.explanation.units import gib, plain_number, seconds
+from meshwright.numbers.units import bytes_text, number_text, seconds_text
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.measured_search import measured_search
 from meshwright.planner.profiles import Profiles
@@ -128,8 +128,8 @@ class PlannedPoint:
         """The step, the samples per second, the memory and the plan, as a table shows them."""
         if self.best is None:
             return "–", "–", "–", shortened(self.problem)
-        memory = gib(self.best.needed_bytes)
-        return seconds(self.step_s), plain_number(self.samples_per_s), memory, self.best.plan.summary()
+        memory = bytes_text(self.best.needed_bytes)
+        return seconds_text(self.step_s), number_text(self.samples_per_s), memory, self.best.plan.summary()
 
 
 _PLATFORMS = {"rocm": "GPUs of AMD", "gaudi": "Gaudis", "mps": "GPUs of Apple"}

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.errors import InputError
+from meshwright.numbers.units import bytes_text, number_text, seconds_text
 from meshwright.planner.constraints.apply import unconstrained
 from meshwright.planner.explanation.terms import COMMUNICATION, TERMS
-from meshwright.planner.explanation.units import gib, plain_number, seconds
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.offload import search_with_offload
 from meshwright.planner.profiles import Profiles
@@ -160,20 +160,20 @@ def answer_bottleneck(
         changes.append(Change("loading that keeps up: more data.workers, or smaller files", speedup, True))
     changes = sorted(changes, key=lambda change: -change.speedup)[:_MOST_CHANGES]
     rows = tuple(
-        (_NAMES[name], seconds(value), f"{value / whole_s:.0%}") for name, value in limits.items() if value > 0
+        (_NAMES[name], seconds_text(value), f"{value / whole_s:.0%}") for name, value in limits.items() if value > 0
     )
     first = next(iter(limits))
     sentences = [
-        f"It runs on '{inputs.cluster.name}': {plan.summary()} is predicted to take {seconds(step_s)} a step"
-        f" ({plain_number(inputs.global_batch / (step_s + loader_s))} samples per second).",
-        f"A device needs {gib(best.needed_bytes)} of {gib(inputs.device.memory_bytes)}.",
+        f"It runs on '{inputs.cluster.name}': {plan.summary()} is predicted to take {seconds_text(step_s)} a step"
+        f" ({number_text(inputs.global_batch / (step_s + loader_s))} samples per second).",
+        f"A device needs {bytes_text(best.needed_bytes)} of {bytes_text(inputs.device.memory_bytes)}.",
         f"What limits it is {_NAMES[first]}: {limits[first] / whole_s:.0%} of the step.",
     ]
     if loading.samples_per_s:
         waits = ", and ranks load a batch before they compute it" if loading.is_first else ""
         sentences.append(
-            f"All ranks together load {plain_number(loading.samples_per_s)} samples per second, and without loading"
-            f" they would train {plain_number(inputs.global_batch / step_s)}{waits}."
+            f"All ranks together load {number_text(loading.samples_per_s)} samples per second, and without loading"
+            f" they would train {number_text(inputs.global_batch / step_s)}{waits}."
         )
     sentences += [
         f"{number}. {change.words}: {'' if change.is_searched else 'at least '}{change.speedup:.3g} times as many"

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.errors import InputError
+from meshwright.numbers.units import bytes_text, seconds_text
 from meshwright.plan import Plan
 from meshwright.plan_fields.constraints import FIELDS, shown
 from meshwright.planner.explanation.report import predict_given_plan
 from meshwright.planner.explanation.terms import term_words
-from meshwright.planner.explanation.units import gib, seconds
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.preference import difference_error_s
 from meshwright.planner.profiles import Profiles
@@ -23,18 +23,32 @@ def explain_difference(first: Plan, second: Plan, inputs: PlanningInputs, profil
     )
     steps, memory = _terms(one.breakdown, other.breakdown), _terms(one.memory.breakdown, other.memory.breakdown)
     rows = [
-        (term_words(first, name), seconds(a), seconds(b), _signed(b - a, seconds))
+        (term_words(first, name), seconds_text(a), seconds_text(b), _signed(b - a, seconds_text))
         for name, a, b in sorted(steps, key=lambda row: -abs(row[2] - row[1]))
         if a or b
     ]
-    rows.append(("whole step", seconds(one.step_s), seconds(other.step_s), _signed(other.step_s - one.step_s, seconds)))
+    rows.append(
+        (
+            "whole step",
+            seconds_text(one.step_s),
+            seconds_text(other.step_s),
+            _signed(other.step_s - one.step_s, seconds_text),
+        )
+    )
     rows += [
-        (f"memory: {name}", gib(a), gib(b), _signed(b - a, gib))
+        (f"memory: {name}", bytes_text(a), bytes_text(b), _signed(b - a, bytes_text))
         for name, a, b in sorted(memory, key=lambda row: -abs(row[2] - row[1]))
         if a or b
     ]
     one_bytes, other_bytes = one.memory.device_bytes, other.memory.device_bytes
-    rows.append(("memory of a device", gib(one_bytes), gib(other_bytes), _signed(other_bytes - one_bytes, gib)))
+    rows.append(
+        (
+            "memory of a device",
+            bytes_text(one_bytes),
+            bytes_text(other_bytes),
+            _signed(other_bytes - one_bytes, bytes_text),
+        )
+    )
     fields = _different_fields(first, second)
     values: dict[str, Any] = {
         "first": _values(first, one),
@@ -94,9 +108,9 @@ def _sentences(first: Plan, one: Prediction, second: Plan, other: Prediction, in
         name = max(slow.breakdown, key=lambda term: slow.breakdown[term] - fast.breakdown.get(term, 0.0))
         extra = slow.breakdown[name] - fast.breakdown.get(name, 0.0)
         sentences.append(
-            f"{names[id(fast)].capitalize()} plan is faster by {seconds(gap)} of a step"
+            f"{names[id(fast)].capitalize()} plan is faster by {seconds_text(gap)} of a step"
             f" ({slow.step_s / fast.step_s - 1:.1%}). The largest difference is {term_words(slow_plan, name)}, which"
-            f" takes {seconds(extra)} more in {names[id(slow)]} plan."
+            f" takes {seconds_text(extra)} more in {names[id(slow)]} plan."
         )
         if gap <= difference_error_s(one, other):
             sentences.append("The difference is within the error of predictions, so measure both where it matters.")
@@ -105,8 +119,9 @@ def _sentences(first: Plan, one: Prediction, second: Plan, other: Prediction, in
     for name, prediction in (("first", one), ("second", other)):
         if not inputs.fits(prediction):
             sentences.append(
-                f"The {name} plan does not fit: it needs {gib(prediction.memory.device_bytes)}, and a plan may use"
-                f" {gib(inputs.capacity_bytes)} of one {inputs.device.name}."
+                f"The {name} plan does not fit: it needs {bytes_text(prediction.memory.device_bytes)}, and a plan"
+                " may use"
+                f" {bytes_text(inputs.capacity_bytes)} of one {inputs.device.name}."
             )
     changed = [f"{name}: {shown(a)} → {shown(b)}" for name, (a, b) in _different_fields(first, second).items()]
     sentences.append(f"They differ in {'; '.join(changed)}." if changed else "The plans are the same.")

@@ -15,7 +15,7 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError
 from meshwright.files.yaml_file import read_mapping
-from meshwright.planner.explanation.units import duration, plain_number
+from meshwright.numbers.units import duration_text, number_text
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
 from meshwright.planner.questions.answer import (
@@ -121,8 +121,8 @@ def best_cluster(
             point.label,
             f"{point.devices:,}",
             point.cells()[0],
-            duration(row["run_s"]),
-            plain_number(row["run_cost"]),
+            duration_text(row["run_s"]),
+            number_text(row["run_cost"]),
             "yes" if row["is_possible"] else row["obstacle"],
             point.cells()[3],
         )
@@ -145,9 +145,9 @@ def _row(point: PlannedPoint, steps: int, limits: Limits) -> dict[str, Any]:
     cost = point.cost_of(run_s)
     obstacle = ""
     if limits.deadline_s is not None and run_s > limits.deadline_s:
-        obstacle = f"{duration(run_s - limits.deadline_s)} too long"
+        obstacle = f"{duration_text(run_s - limits.deadline_s)} too long"
     elif limits.budget is not None and cost is not None and cost > limits.budget:
-        obstacle = f"{plain_number(cost - limits.budget)} above the budget"
+        obstacle = f"{number_text(cost - limits.budget)} above the budget"
     return {**values, "run_s": run_s, "run_cost": cost, "is_possible": not obstacle, "obstacle": obstacle}
 
 
@@ -165,27 +165,29 @@ def _sentence(
     steps: int,
     trained_on: str | None,
 ) -> str:
-    wanted = [f"within {duration(limits.deadline_s)}"] if limits.deadline_s is not None else []
-    wanted += [f"for at most {plain_number(limits.budget)}"] if limits.budget is not None else []
+    wanted = [f"within {duration_text(limits.deadline_s)}"] if limits.deadline_s is not None else []
+    wanted += [f"for at most {number_text(limits.budget)}"] if limits.budget is not None else []
     words = " and ".join(wanted)
     trained = f"{steps:,} steps" if trained_on is None else f"{trained_on} ({steps:,} steps)"
     if best is None:
         planned = [row for row in rows if row["run_s"] is not None]
         fastest = min(planned, key=lambda row: row["run_s"], default=None)
         cheapest = min((row for row in planned if row["run_cost"]), key=lambda row: row["run_cost"], default=None)
-        near = [f"the fastest, {fastest['cluster']}, takes {duration(fastest['run_s'])}"] if fastest else []
+        near = [f"the fastest, {fastest['cluster']}, takes {duration_text(fastest['run_s'])}"] if fastest else []
         if cheapest and limits.budget is not None:
-            near.append(f"the cheapest, {cheapest['cluster']}, costs {plain_number(cheapest['run_cost'])}")
+            near.append(f"the cheapest, {cheapest['cluster']}, costs {number_text(cheapest['run_cost'])}")
         others = f": {', and '.join(near)}" if near else ", because no plan fits on any of them"
         return f"None of the {len(rows)} clusters trains {trained}{f' {words}' if words else ''}{others}."
     if len(rows) == 1:
         row, is_priced = best[1], best[1]["run_cost"] is not None
-        cost = f" and costs {plain_number(row['run_cost'])}" if is_priced else ""
-        return f"Training {trained} on {row['cluster']} takes {duration(row['run_s'])}{cost}, with {row['summary']}."
+        cost = f" and costs {number_text(row['run_cost'])}" if is_priced else ""
+        return (
+            f"Training {trained} on {row['cluster']} takes {duration_text(row['run_s'])}{cost}, with {row['summary']}."
+        )
     superlative = {"time": "fastest", "cost": "cheapest", "devices": "smallest"}[goal]
     row = best[1]
-    price = f" and costs {plain_number(row['run_cost'])}" if row["run_cost"] is not None else ""
+    price = f" and costs {number_text(row['run_cost'])}" if row["run_cost"] is not None else ""
     return (
         f"The {superlative} cluster that trains {trained}{f' {words}' if words else ''} is {row['cluster']}: it"
-        f" takes {duration(row['run_s'])}{price}, with {row['summary']}."
+        f" takes {duration_text(row['run_s'])}{price}, with {row['summary']}."
     )

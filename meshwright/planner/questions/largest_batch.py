@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.errors import InputError
-from meshwright.limits import LARGEST_COUNT
+from meshwright.numbers.limits import LARGEST_COUNT
+from meshwright.numbers.units import bytes_text, number_text, seconds_text
 from meshwright.plan import Plan
-from meshwright.planner.explanation.units import gib, plain_number, seconds
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
 from meshwright.planner.questions.answer import Answer, estimate_of
@@ -117,9 +117,9 @@ def answer_largest_batch(result: SearchResult, inputs: PlanningInputs, profiles:
             str(number),
             f"{batch.global_batch:,}" if batch.is_limited else f"≥ {batch.global_batch:,}",
             f"{batch.prediction.batch_per_rank:,}",
-            seconds(batch.prediction.step_s),
-            plain_number(batch.samples_per_s),
-            gib(batch.prediction.memory.device_bytes),
+            seconds_text(batch.prediction.step_s),
+            number_text(batch.samples_per_s),
+            bytes_text(batch.prediction.memory.device_bytes),
             batch.plan.summary(),
         )
         for number, batch in enumerate(batches, 1)
@@ -136,16 +136,16 @@ def _sentences(batches: list[LargestBatch], inputs: PlanningInputs) -> Iterable[
     fastest, largest = batches[0], max(batches, key=lambda batch: batch.global_batch)
     yield (
         f"The fastest per sample is {fastest.plan.summary()} with a batch of {fastest.global_batch:,}:"
-        f" {plain_number(fastest.samples_per_s)} samples per second."
+        f" {number_text(fastest.samples_per_s)} samples per second."
     )
     if largest is not fastest:
         yield (
             f"The largest batch, {largest.global_batch:,}, fits under {largest.plan.summary()}, with"
-            f" {plain_number(largest.samples_per_s)} samples per second."
+            f" {number_text(largest.samples_per_s)} samples per second."
         )
     yield (
         "Each batch is the largest without accumulation; with memory.accumulation it can be any multiple of that. A"
-        f" plan may use {gib(inputs.capacity_bytes)} of one {inputs.device.name}."
+        f" plan may use {bytes_text(inputs.capacity_bytes)} of one {inputs.device.name}."
     )
     if not all(batch.is_limited for batch in batches):
         yield f"≥: no more than {_MOST_SAMPLES:,} samples of a microbatch were tried, so that a larger batch may fit."

@@ -11,9 +11,9 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from meshwright.numbers.units import duration_text, number_text, seconds_text
 from meshwright.planner.explanation.explain import step_shares
 from meshwright.planner.explanation.terms import term_words
-from meshwright.planner.explanation.units import duration, plain_number, seconds
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
 from meshwright.planner.questions.answer import (
@@ -134,8 +134,8 @@ def _table(
         step, speed, memory, plan = point.cells()
         share = f"{efficiency(point, first):.0%}" if first is not None and point.best is not None else "–"
         row = [point.label, step, speed, share, *(some[number].cells()[1] for some in others.values()), memory]
-        costs = [plain_number(point.cost_of(length_s)) for length_s in (point.epoch_s, point.billion_tokens_s)]
-        row += [duration(point.epoch_s)] * has_epoch + costs[:1] * (has_epoch and has_price)
+        costs = [number_text(point.cost_of(length_s)) for length_s in (point.epoch_s, point.billion_tokens_s)]
+        row += [duration_text(point.epoch_s)] * has_epoch + costs[:1] * (has_epoch and has_price)
         row += costs[1:] * (has_tokens and has_price)
         rows.append((*row, plan))
     return (*columns, "plan"), tuple(rows)
@@ -190,8 +190,9 @@ def _grown_term(before: PlannedPoint, after: PlannedPoint) -> str:
     change = _CHANGES.get(name, "link=2x")
     advice = f"meshwright ask what-if JOB {change} says what that would change" if change else _LARGER_BATCH
     return (
-        f"What keeps it from scaling most is {term_words(after.best.plan, name)}: {seconds(terms[name])} of a step,"
-        f" {seconds(lost)} more than if it had shrunk with the number of devices. {advice}."
+        f"What keeps it from scaling most is {term_words(after.best.plan, name)}: {seconds_text(terms[name])} of a"
+        " step,"
+        f" {seconds_text(lost)} more than if it had shrunk with the number of devices. {advice}."
     )
 
 
@@ -206,7 +207,7 @@ def _best_sentences(points: Sequence[PlannedPoint], name: str) -> list[str]:
         return [f"No plan fits: {points[-1].problem}"]
     fastest = max(planned, key=lambda point: point.samples_per_s)
     sentences = [
-        f"The fastest is {name} {fastest.label}, with {plain_number(fastest.samples_per_s)} samples per second."
+        f"The fastest is {name} {fastest.label}, with {number_text(fastest.samples_per_s)} samples per second."
     ]
     priced = [point for point in planned if point.price_per_hour]
     if priced:

@@ -17,7 +17,7 @@ from meshwright.cluster.catalog import find_link, is_within
 from meshwright.cluster.cluster import Cluster, Device, Link, Node
 from meshwright.cluster.detect import find_cluster, with_shared_cores
 from meshwright.errors import InputError, did_you_mean
-from meshwright.limits import LARGEST_COUNT, MOST_DEVICES
+from meshwright.numbers.limits import LARGEST_COUNT, MOST_DEVICES
 from meshwright.plan_fields.quantities import read_bytes
 from meshwright.planner.inputs import PlanningInputs
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from meshwright.planner.explanation.units import plain_number
+from meshwright.numbers.units import number_text
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
 from meshwright.planner.questions.answer import Answer, PlannedPoint, estimates
@@ -36,7 +36,7 @@ def _sentence(change: str, other: PlannedPoint, point: PlannedPoint) -> str:
     name = point.inputs.cluster.name
     if other.best is None:
         return f"With {change}, no plan fits on '{name}'{'' if point.best else ' either'}."
-    speed = plain_number(other.samples_per_s)
+    speed = number_text(other.samples_per_s)
     if point.best is None:
         return f"With {change}, a plan would fit on '{name}', and train {speed} samples per second."
     gain = other.samples_per_s / point.samples_per_s - 1

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meshwright.numbers.units import bytes_text, seconds_text
 from meshwright.report.charts import axis, bars, colour, figure
 from meshwright.report.page import Cell, Chart, KeyFigures, Section, Table
-from meshwright.report.units import bytes_text, seconds_text
 
 Row = Mapping[str, Any]
 

@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from meshwright.errors import InputError
+from meshwright.numbers.units import bandwidth_text, bytes_text, number_text, seconds_text
 from meshwright.report.benches.faults import fault_sections
 from meshwright.report.benches.strategies import strategy_sections
 from meshwright.report.charts import SERIES_COLOURS, axis, bars, colour, figure, line
 from meshwright.report.hover import hover_text, log_axis
 from meshwright.report.page import Cell, Chart, KeyFigures, Page, Section, Table
-from meshwright.report.units import bandwidth_text, bytes_text, seconds_text, speed_text
 
 Row = Mapping[str, Any]
 # The fields by which the rows of each benchmark are recognized.
@@ -188,7 +188,7 @@ def _peers(report: Mapping[str, Any]) -> list[Section]:
             (
                 row["name"],
                 row["settings"],
-                Cell(speed_text(row["samples_per_s"]), row["samples_per_s"]),
+                Cell(number_text(row["samples_per_s"]), row["samples_per_s"]),
                 _ratio(row["ratio"]),
                 *(_ratio(value) for value in row["spread"]),
                 Cell(
@@ -264,7 +264,7 @@ def _loading(report: Mapping[str, Any]) -> list[Section]:
     parts: list[Any] = []
     if compared:
         names = [f"{row['what']}, {row['workers']} workers" for row in compared]
-        how = [f"{speed_text(row['samples_per_s'])} samples per second" for row in compared]
+        how = [f"{number_text(row['samples_per_s'])} samples per second" for row in compared]
         ratios, spreads = [row["ratio"] for row in compared], [row.get("spread") for row in compared]
         parts.append(_ratio_chart("Loading speed, relative to the reference", names, ratios, spreads, how))
     table = Table(
@@ -273,8 +273,8 @@ def _loading(report: Mapping[str, Any]) -> list[Section]:
             (
                 row["what"],
                 row["workers"],
-                Cell(speed_text(row["samples_per_s"]), row["samples_per_s"]),
-                Cell(speed_text(row["reference_per_s"]), row["reference_per_s"])
+                Cell(number_text(row["samples_per_s"]), row["samples_per_s"]),
+                Cell(number_text(row["reference_per_s"]), row["reference_per_s"])
                 if row.get("reference_per_s")
                 else None,
                 _ratio(row.get("ratio")),

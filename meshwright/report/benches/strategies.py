@@ -4,10 +4,10 @@ predictions beside measurements. What was not measured is shown as such."""
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from meshwright.numbers.units import bytes_text, number_text, seconds_text
 from meshwright.report.charts import NEUTRAL, SERIES_COLOURS, axis, bars, colour, figure, line
 from meshwright.report.hover import hover_text, log_axis
 from meshwright.report.page import Cell, Chart, KeyFigures, Section, Table
-from meshwright.report.units import bytes_text, seconds_text, speed_text
 
 _MOST_LINES = 9  # strategies whose scaling is drawn: the fastest
 _SHARES = {
@@ -302,7 +302,7 @@ def _table_row(row: Row) -> tuple[Any, ...]:
         row["strategy"],
         row.get("ranks"),
         row.get("precision") or "–",
-        _cell(row.get("samples_per_s"), speed_text),
+        _cell(row.get("samples_per_s"), number_text),
         _cell(row.get("spread"), lambda value: f"{value:.1%}"),
         _cell(row.get("speedup"), lambda value: f"{value:.3g}"),
         _cell(row.get("efficiency"), lambda value: f"{value:.0%}"),

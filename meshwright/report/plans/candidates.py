@@ -4,6 +4,7 @@ was not chosen."""
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from meshwright.numbers.units import bytes_text, seconds_text
 from meshwright.planner.candidates import Candidate
 from meshwright.planner.explanation.explain import reason, too_large
 from meshwright.planner.inputs import PlanningInputs
@@ -11,7 +12,6 @@ from meshwright.planner.search_result import SearchResult
 from meshwright.report.charts import BAD, MUTED, NEUTRAL, SERIES_COLOURS, axis, figure
 from meshwright.report.hover import hover_text, log_axis
 from meshwright.report.page import Chart
-from meshwright.report.units import bytes_text, seconds_text
 
 GIB = 2**30
 _FAR = 4.0  # a limit that is so many times as high as the highest point is not drawn, as all points would lie at 0

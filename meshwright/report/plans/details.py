@@ -6,6 +6,7 @@ from typing import Any
 
 from meshwright.cluster.cluster import Cluster, Device, Link
 from meshwright.errors import MeshwrightError
+from meshwright.numbers.units import bandwidth_text, bytes_text, count_text, seconds_text
 from meshwright.planner.explanation.report import PlanReport
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
@@ -16,7 +17,6 @@ from meshwright.report.plans.candidates import cloud_values
 from meshwright.report.plans.memory import memory_values
 from meshwright.report.plans.scaling import BUDGET_S, scaling_values
 from meshwright.report.plans.step import exchange_values, timeline_values
-from meshwright.report.units import bandwidth_text, bytes_text, count_text, seconds_text
 from meshwright.simulator.rank_rows import row_names, step_timeline
 
 

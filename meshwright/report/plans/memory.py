@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.numbers.units import bytes_text
 from meshwright.plan import Plan
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.profile.values import ModelProfile, Operator
 from meshwright.report.charts import BAD, INK, NEUTRAL, SERIES_COLOURS, axis, bars, figure
 from meshwright.report.page import Cell, Chart, Table
 from meshwright.report.plans.step import time_unit
-from meshwright.report.units import bytes_text
 from meshwright.simulator.compute.chunked_loss import chunked_profile
 from meshwright.simulator.compute.compiled_profile import compiled_profile
 from meshwright.simulator.compute.operator_time import operator_s

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.numbers.units import bytes_text, number_text, seconds_text
 from meshwright.plan import Plan
 from meshwright.report.cluster_drawing import cluster_drawing
 from meshwright.report.model_tree import model_tree
@@ -12,7 +13,6 @@ from meshwright.report.plans.candidates import cloud_chart
 from meshwright.report.plans.memory import memory_parts
 from meshwright.report.plans.scaling import scaling_chart
 from meshwright.report.plans.step import TERMS, breakdown_chart, exchange_parts, timeline_chart
-from meshwright.report.units import bytes_text, seconds_text, speed_text
 
 _NUMERICS = {"same": "no", "rounding": "last bits", "changes": "yes"}
 
@@ -97,7 +97,7 @@ def _summary(details: Mapping[str, Any]) -> list[Part]:
     device_bytes = (details.get("device_bytes") or [best["memory_bytes"]])[0]
     rows = [("predicted step", seconds_text(best["step_s"]))]
     if batch:
-        rows.append(("samples per second", speed_text(batch / best["step_s"])))
+        rows.append(("samples per second", number_text(batch / best["step_s"])))
         rows.append(("global batch", f"{batch:,} samples"))
     rows.append(("memory of a device", bytes_text(device_bytes)))
     if details.get("capacity_bytes"):
@@ -139,7 +139,7 @@ def _plan_tables(details: Mapping[str, Any]) -> list[Part]:
             number + 1,
             entry["summary"],
             Cell(seconds_text(entry["step_s"]), entry["step_s"]),
-            Cell(speed_text(batch / entry["step_s"]), batch / entry["step_s"]) if batch else None,
+            Cell(number_text(batch / entry["step_s"]), batch / entry["step_s"]) if batch else None,
             Cell(bytes_text(size), size),
             Cell(f"{entry['step_s'] / ranked[0]['step_s'] - 1:+.1%}", entry["step_s"]),
         )
@@ -170,7 +170,7 @@ def _plain_row(entry: Mapping[str, Any], batch: int | None, best_s: float) -> tu
         "",
         f"{entry['name']}: {entry['summary']}",
         Cell(seconds_text(step_s), step_s),
-        Cell(speed_text(batch / step_s), batch / step_s) if batch else None,
+        Cell(number_text(batch / step_s), batch / step_s) if batch else None,
         Cell(bytes_text(size), size),
         Cell(f"{step_s / best_s - 1:+.1%}", step_s),
     )

@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from meshwright.numbers.units import bytes_text, seconds_text
 from meshwright.plan import Plan
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.profile.values import ModelProfile
 from meshwright.report.charts import NEUTRAL, SERIES_COLOURS, axis, bars, colour, figure
 from meshwright.report.hover import hover_text
 from meshwright.report.page import Cell, Chart, Table
-from meshwright.report.units import bytes_text, seconds_text
 from meshwright.simulator.communication.collectives import collective_s
 from meshwright.simulator.communication.combining import combine_s
 from meshwright.simulator.communication.placement import RankGroup, group_of_axes, neighbour_groups

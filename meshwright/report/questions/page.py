@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from meshwright.numbers.units import bytes_text, seconds_text
 from meshwright.report.charts import NEUTRAL, axis, bars, colour, figure, line
 from meshwright.report.hover import hover_text
 from meshwright.report.page import Chart, Page, Section, Table
-from meshwright.report.units import bytes_text, seconds_text
 
 _TITLES = {
     "sweep": "How it scales",

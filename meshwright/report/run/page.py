@@ -9,6 +9,7 @@ import yaml
 
 from meshwright.errors import InputError
 from meshwright.files.foreign import UNREADABLE, describe_unreadable
+from meshwright.numbers.units import bytes_text, seconds_text
 from meshwright.report.charts import axis, colour, figure, line
 from meshwright.report.cluster_drawing import cluster_drawing
 from meshwright.report.model_tree import model_tree
@@ -21,7 +22,6 @@ from meshwright.report.run.profile import profile_sections
 from meshwright.report.run.ranks import rank_sections
 from meshwright.report.run.record import Event, RunRecord, read_run
 from meshwright.report.run.shares import share_sections
-from meshwright.report.units import bytes_text, seconds_text
 
 _MOST_MARKS = 60
 _MOST_EVENTS = 3_000

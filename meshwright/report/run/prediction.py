@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from meshwright.numbers.units import bytes_text, seconds_text
 from meshwright.report.charts import axis, bars, figure
 from meshwright.report.page import Cell, Chart, Section, Table
 from meshwright.report.run.kinds import COLOURS, KINDS, StepKinds, mean_kinds, predicted_kinds
 from meshwright.report.run.record import RunRecord
-from meshwright.report.units import bytes_text, seconds_text
 
 _CLOSE = 0.1  # an error below this share is shown as good
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from meshwright.bench.intervals import Interval, length, union
 from meshwright.errors import InputError
+from meshwright.numbers.units import bytes_text
 from meshwright.report.charts import axis, bars, colour, figure
 from meshwright.report.page import Chart, Lines, Part, Section, Table, TableCell
 from meshwright.report.run.record import RunRecord
 from meshwright.report.trace import profiled_ranks, read_trace
-from meshwright.report.units import bytes_text
 
 _MOST_RANKS = 8  # whose traces are read for the page
 _LARGE_BYTES = 64 * 1024  # the time of smaller messages is latency, and a bandwidth says nothing

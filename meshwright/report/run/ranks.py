@@ -6,6 +6,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
+from meshwright.numbers.units import bytes_text
 from meshwright.report.charts import Number, axis, bars, colour, figure
 from meshwright.report.page import Cell, Chart, Section, Table, TableCell
 from meshwright.report.run.kinds import (
@@ -18,7 +19,6 @@ from meshwright.report.run.kinds import (
     rank_speeds,
 )
 from meshwright.report.run.record import RankTimes, RunRecord
-from meshwright.report.units import bytes_text
 from meshwright.train.output.times.stragglers import find_straggler
 
 _MOST_COLUMNS = 240  # of charts over time with one column for each stretch of steps

@@ -9,6 +9,7 @@ from typing import Any
 
 from meshwright.errors import InputError
 from meshwright.files.user_path import user_path
+from meshwright.numbers.units import seconds_text
 from meshwright.planner.questions.answer import Answer
 from meshwright.report.run.kinds import (
     COMPUTING,
@@ -23,7 +24,6 @@ from meshwright.report.run.kinds import (
     predicted_kinds,
 )
 from meshwright.report.run.record import read_run
-from meshwright.report.units import seconds_text
 
 _SLOW = 1.1  # a rank whose own work takes this much longer than that of the others is named
 _OWN_WORK = (COMPUTING, FOR_DATA, OTHER)  # what a rank does without the others

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from meshwright.batch import find_model_value
 from meshwright.errors import InputError
-from meshwright.limits import is_number
+from meshwright.numbers.limits import is_number
 from meshwright.plan import Plan
 from meshwright.train.loss.cross_entropy import CountedMean, CountTargetsInModules, count_targets
 from meshwright.train.loss.detection import BoxCounts, DetectorLoss, has_detector

@@ -4,7 +4,7 @@ update shards in proportion to memory."""
 from torch.optim import Optimizer
 
 from meshwright.errors import InputError
-from meshwright.limits import check_count
+from meshwright.numbers.limits import check_count
 from meshwright.plan import Plan
 from meshwright.plan_fields.shares import describe_shares, fewest_parts, share_sizes
 from meshwright.profile.optimizer import is_elementwise

@@ -31,7 +31,7 @@ from meshwright.data.order import derive_seed
 from meshwright.data.prepared import PreparedLoader, PreparedShare, check_divisible, loading_of
 from meshwright.data.samples import check_undivided, is_hugging_face
 from meshwright.errors import InputError
-from meshwright.limits import is_number
+from meshwright.numbers.limits import is_number
 from meshwright.parallel.model import ParallelModel
 from meshwright.parallel.replicate.unused import UnusedParameters
 from meshwright.plan_fields.shares import describe_shares

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from meshwright.cluster.detect import find_cluster
+from meshwright.numbers.units import words_text
 from meshwright.plan import Plan
 from meshwright.plan_fields.constraints import make_constraints
 from meshwright.planner.constraints.apply import constrained
 from meshwright.planner.explanation.plain import PlainPlan
 from meshwright.planner.explanation.report import PlanReport, predict_given_plan, report_search
-from meshwright.planner.explanation.units import count
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.search import search
 from meshwright.planner.search_result import SearchResult
@@ -39,7 +39,7 @@ def test_the_first_line_has_the_figures_that_people_compare() -> None:
     matrices = 6 * weights * line.tokens_per_s / (4 * inputs.device.rates["bf16"])  # attention comes on top of it
     assert matrices * 0.95 < line.mfu < matrices * 1.25
     text = str(line)
-    assert text.startswith(f"{count(weights)} parameters, {count(line.tokens_per_s)} tokens/s (")
+    assert text.startswith(f"{words_text(weights)} parameters, {words_text(line.tokens_per_s)} tokens/s (")
     assert f"{line.mfu:.1%} of the peak rate in bf16 (MFU)" in text
     assert "of the 79.6 GiB of one H100" in text
 

@@ -6,10 +6,10 @@ import pytest
 
 from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError
+from meshwright.numbers.units import duration_text, number_text
 from meshwright.plan import Plan
 from meshwright.plan_fields.quantities import read_count
 from meshwright.planner.explanation.report import predict_given_plan
-from meshwright.planner.explanation.units import duration, plain_number
 from meshwright.planner.offload import search_with_offload
 from meshwright.planner.questions.answer import Answer
 from meshwright.planner.questions.bottleneck import Loading, answer_bottleneck, arithmetic_share, refusal
@@ -169,8 +169,8 @@ def test_the_best_cluster_is_within_the_limits() -> None:
 
 def test_durations_and_prices() -> None:
     assert [read_duration(text, "--deadline") for text in ("3d", "12h", "90min", "1.5s")] == [259200, 43200, 5400, 1.5]
-    assert [duration(value) for value in (259200, 7200, 130, 0.5)] == ["3 d", "2 h", "2.17 min", "500 ms"]
-    assert [plain_number(value) for value in (None, 1234.5, 1.234)] == ["–", "1,234", "1.23"]
+    assert [duration_text(value) for value in (259200, 7200, 130, 0.5)] == ["3 d", "2 h", "2.17 min", "500 ms"]
+    assert [number_text(value) for value in (None, 1234.5, 1.234)] == ["–", "1,234", "1.23"]
     for wrong in ("3", "3 years", "0d"):
         with pytest.raises(InputError, match="write a time such as 3d"):
             read_duration(wrong, "--deadline")

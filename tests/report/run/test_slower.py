@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import InputError
+from meshwright.numbers.units import seconds_text
 from meshwright.report.page import Table, render
 from meshwright.report.questions.page import question_page
 from meshwright.report.run.kinds import KINDS
 from meshwright.report.run.slower import explain_run, slow_ranks
-from meshwright.report.units import seconds_text
 from meshwright.train.output.folder import RunFolder
 from tests.report.made_up_run import SLOW_RANK, STEP_S, make_run
 

@@ -73,5 +73,5 @@ def test_whatever_happens_to_the_disk_is_named(tmp_path: Path, ranks: int) -> No
         )
     (read_only,) = cases["read_only"]
     run = tmp_path / "read_only" / "runs" / "toy-0001"
-    assert f"the disk mounted at {run} (tmpfs, 4.2 MB) is read-only" in read_only["error"]
+    assert f"the disk mounted at {run} (tmpfs, 4 MiB) is read-only" in read_only["error"]
     assert read_only["names"] == [f"step-{read_only['step']:08d}"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshwright.errors import InputError
-from meshwright.limits import MOST_RANKS_HERE
+from meshwright.numbers.limits import MOST_RANKS_HERE
 
 VERSION = "0.28.1"  # of Horovod, whose scripts are run
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")

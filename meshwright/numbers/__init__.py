@@ -1,0 +1,1 @@
+"""Numbers: their bounds, and their text with units."""
