@@ -71,7 +71,7 @@ reference: setup
 validate: setup
 	$(BIN)/python -m validation $(if $(ALL),--all)
 
-# The libraries that `meshwright bench peers` compares with, in an environment of their own. torch comes first and pinned
+# The libraries that `python -m validation.bench peers` compares with, in an environment of their own. torch comes first and pinned
 # here, too. DeepSpeed looks at the installed torch while it is built, and compiles its kernels when they are first used.
 peers: .venv-peers/ready
 

@@ -59,7 +59,7 @@ LEVELS = {
 }
 # The folders inside a package, from the lowest to the highest: each may import those before it.
 FOLDERS = {
-    "bench": ("collectives", "faults", "peers", "strategies"),
+    "bench": ("strategies",),
     "calibrate": ("system",),
     "cli": ("launchers", "questions"),
     "collectives": ("schedules", "shared_memory"),

@@ -1,6 +1,7 @@
 """The page of the command line, from the commands' own descriptions."""
 
 import inspect
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,7 +42,7 @@ def _help(text: str) -> str:
     paragraphs = []
     for paragraph in inspect.cleandoc(text).split("\n\n"):
         if paragraph.startswith("\b"):
-            rows = (line.split(maxsplit=1) for line in paragraph.splitlines()[1:])
+            rows = (re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in paragraph.splitlines()[1:])
             paragraphs.append("\n".join(f"- `{name}`: {''.join(words)}" for name, *words in rows))
         else:
             paragraphs.append(" ".join(paragraph.split()))

@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from meshwright.bench.collectives import timing as collectives_time
-from meshwright.bench.collectives.compare import (
+from meshwright.cli import app
+from meshwright.collectives.schedules.builders import SCHEDULES
+from meshwright.collectives.schedules.ring import ring
+from meshwright.errors import InputError
+from meshwright.simulator.communication.schedules import native_s, schedule_s
+from tests.ranks import run_ranks
+from tests.simulator.communication.test_schedules import LATENCY
+from validation.bench.collectives import timing as collectives_time
+from validation.bench.collectives.compare import (
     SIZES,
     CollectiveRow,
     json_report,
@@ -19,7 +26,7 @@ from meshwright.bench.collectives.compare import (
     parse_sizes,
     summary,
 )
-from meshwright.bench.collectives.network import (
+from validation.bench.collectives.network import (
     LARGE_BYTES,
     MEDIUM_BYTES,
     MEMORY_BYTES,
@@ -27,8 +34,8 @@ from meshwright.bench.collectives.network import (
     fit_message_cost,
     fit_native_latency,
 )
-from meshwright.bench.collectives.openmpi import is_installed, openmpi_rows
-from meshwright.bench.collectives.rank import (
+from validation.bench.collectives.openmpi import is_installed, openmpi_rows
+from validation.bench.collectives.rank import (
     MEMORY_LIMIT,
     CollectiveMeasurements,
     MeasurementRequest,
@@ -36,15 +43,8 @@ from meshwright.bench.collectives.rank import (
     measure,
     to_json,
 )
-from meshwright.bench.collectives.show import show, summary_lines
-from meshwright.bench.collectives.timing import RunTime, stolen_s, undisturbed_rounds
-from meshwright.cli import app
-from meshwright.collectives.schedules.builders import SCHEDULES
-from meshwright.collectives.schedules.ring import ring
-from meshwright.errors import InputError
-from meshwright.simulator.communication.schedules import native_s, schedule_s
-from tests.ranks import run_ranks
-from tests.simulator.communication.test_schedules import LATENCY
+from validation.bench.collectives.show import show, summary_lines
+from validation.bench.collectives.timing import RunTime, stolen_s, undisturbed_rounds
 
 
 def _measurements(times: dict[str, dict[int, list[float]]], nodes: tuple[int, ...] = (2,)) -> CollectiveMeasurements:
@@ -243,7 +243,7 @@ def test_the_command_ends_with_one_line_of_json() -> None:
 
 
 def test_openmpi_says_what_it_misses(monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshwright.bench.collectives import openmpi as collectives_openmpi
+    from validation.bench.collectives import openmpi as collectives_openmpi
 
     row = CollectiveRow("native", 2, 1024, 1.0, (1.0, 1.0), 1024.0, 1.0, None)
     monkeypatch.setattr(collectives_openmpi, "_mpirun", lambda: None)

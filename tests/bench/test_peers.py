@@ -9,12 +9,6 @@ from typing import Any
 
 import pytest
 
-from meshwright.bench.peers import catalog, compare
-from meshwright.bench.peers.catalog import PEERS, Interpreter, find_interpreter, selected_peers
-from meshwright.bench.peers.compare import job_of_steps, measure_rounds, peer_threads, rate_after_warm_up
-from meshwright.bench.peers.ranks import RankCommand, run_ranks
-from meshwright.bench.peers.rows import Contestant, Measurement, PeerReport, make_rows, report_lines
-from meshwright.bench.peers.task import WARM_UP_STEPS, PeerTask, sample_order
 from meshwright.cluster.catalog import find_link
 from meshwright.cluster.cluster import Cluster, Device, Node
 from meshwright.data.batch import LoadingOptions, SampleShare
@@ -22,6 +16,12 @@ from meshwright.data.loading import train_batches
 from meshwright.errors import InputError, MeshwrightError, Stopped
 from meshwright.job import Job, parse_job
 from tests.cli.commands import JOB
+from validation.bench.peers import catalog, compare
+from validation.bench.peers.catalog import PEERS, Interpreter, find_interpreter, selected_peers
+from validation.bench.peers.compare import job_of_steps, measure_rounds, peer_threads, rate_after_warm_up
+from validation.bench.peers.ranks import RankCommand, run_ranks
+from validation.bench.peers.rows import Contestant, Measurement, PeerReport, make_rows, report_lines
+from validation.bench.peers.task import WARM_UP_STEPS, PeerTask, sample_order
 
 OURS, DDP = Contestant("meshwright", "plan: auto", "replicate 2"), Contestant("plain DDP", "defaults", "torch 2.13.0")
 FABRIC = Contestant("Lightning Fabric", "defaults", "lightning 2.6.6")
@@ -178,9 +178,9 @@ def test_the_benchmark_ends_if_the_reference_fails_or_the_user_stops_it(error: t
 
 def test_the_rank_that_fails_is_quoted_in_one_line() -> None:
     """The first rank fails at once, the script has too few arguments."""
-    command = RankCommand(Path(sys.executable), "meshwright.bench.peers.ranks_of_nothing", [], 1, 1, 60)
+    command = RankCommand(Path(sys.executable), "validation.bench.peers.ranks_of_nothing", [], 1, 1, 60)
     with pytest.raises(
-        MeshwrightError, match=r"^\S*python\S*: No module named meshwright.bench.peers.ranks_of_nothing"
+        MeshwrightError, match=r"^\S*python\S*: No module named validation.bench.peers.ranks_of_nothing"
     ):
         run_ranks(command)
 

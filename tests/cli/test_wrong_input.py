@@ -226,11 +226,6 @@ def test_the_entry_point_ends_with_one_line_and_exit_2(tmp_path: Path, monkeypat
         ("prove --against a", "'--against' requires 2 arguments"),
         ("prove --against a b --set x=1", "--set x=1: with --against, give the JOB whose field it sets"),
         ("export run --to safetensors --limit -3", "Invalid value for '--limit'"),
-        ("bench collectives --ranks 1000000000", "Invalid value for '--ranks'"),
-        ("bench peers job.yaml --only fabrik", "--only fabrik: there is no peer 'fabrik': did you mean 'fabric'?"),
-        ("bench peers job.yaml --python nowhere", "--python nowhere: this is no Python interpreter that can be run"),
-        ("bench collectives --sizes ²", "'²' is no number of bytes"),
-        ("bench collectives --sizes 999999999G", "'999999999G' is too large for a message: at most 64G"),
         ("doctor --output ~nobodyhere/x", "--output is '~nobodyhere/x': ~nobodyhere is no user of this machine"),
     ],
 )

@@ -33,7 +33,7 @@ def test_the_reference_has_every_command_option_and_public_name() -> None:
     commands = pages["reference/command_line.md"]
     assert "## `meshwright train`" in commands
     assert "| `--plan FILE` |  | Train with this plan. |" in commands
-    assert "- `ddp`: plain PyTorch DistributedDataParallel" in commands, "lines that are not wrapped become a list"
+    assert "- `all cores`: one process whose operators use all cores (CPUs only)" in commands, "lines become a list"
     assert "| `train.global_batch` | whole number (> 0) | `128` |" in pages["reference/job.md"]
     assert "| `gradients.staleness` |" in pages["reference/plan.md"]
     assert "| `H100` | cuda | 79.6 | 3,350 |" in pages["reference/cluster.md"]

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshwright.bench.faults.leftovers import Process, descendants, find_leftovers
 from tests.doors.training import STEPS
 from tests.forking.environment import REPOSITORY
 from tests.launch.nodes.ports import free_port
+from validation.bench.faults.leftovers import Process, descendants, find_leftovers
 
 LIMIT_S = 240.0  # for a start, or for what follows a kill, on a busy machine
 RANKS = 2

@@ -9,10 +9,10 @@ from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 
-from meshwright.bench.faults.leftovers import descendants, find_leftovers
 from meshwright.launch.local import fork_server
 from tests.forking.forked import server_ids
 from tests.ranks import shared_rank_ids
+from validation.bench.faults.leftovers import descendants, find_leftovers
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SHARED_MEMORY = Path("/dev/shm")

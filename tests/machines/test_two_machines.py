@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.bench.faults.moments import wait_for
 from meshwright.checkpoint.load import find_newest_valid, load
 from meshwright.cluster.file import load_cluster
 from meshwright.train.output.folder import RunFolder
 from meshwright.workloads.mnist import Net
+from validation.bench.faults.moments import wait_for
 from validation.machines.namespaces import Machine, two_machines, why_not
 
 pytestmark = pytest.mark.soak

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.bench.peers.catalog import DEFAULT_PYTHON
+from validation.bench.peers.catalog import DEFAULT_PYTHON
 from validation.exports.compare import CASES, Case, run_case
 
 PYTHON = Path(__file__).parents[2] / DEFAULT_PYTHON

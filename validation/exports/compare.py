@@ -20,13 +20,13 @@ from typing import Any
 
 import yaml
 
-from meshwright.bench.peers.catalog import DEFAULT_PYTHON
-from meshwright.bench.peers.ranks import RankCommand, run_ranks
 from meshwright.cli.ready_jobs import find_job
 from meshwright.cluster.detect import find_cluster
 from meshwright.export.configurations.write import export_plan
 from meshwright.job import load_job
 from meshwright.plan import Plan
+from validation.bench.peers.catalog import DEFAULT_PYTHON
+from validation.bench.peers.ranks import RankCommand, run_ranks
 
 LIMIT_S = 240.0
 RANKS = 2

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from meshwright.bench.peers.ranks import PREFIX
-from meshwright.bench.peers.task import sample_order
 from meshwright.call import bind
 from meshwright.job import Job, load_job, load_plan
 from meshwright.train.build import build_data, build_initialized_model
 from meshwright.train.parallelize import parallelize
 from meshwright.train.step.optimizer import build_optimizer
+from validation.bench.peers.ranks import PREFIX
+from validation.bench.peers.task import sample_order
 
 WARM_UP_STEPS = 4
 Step = Callable[[], float]  # makes a step and returns this rank's mean loss of it

@@ -26,12 +26,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler, default_collate
 
 import meshwright as mw
-from meshwright.bench.peers.compare import rate_after_warm_up
 from meshwright.launch.world import World
 from meshwright.plan import Plan
 from meshwright.train.build import build_data
 from meshwright.train.session import Session
 from meshwright.workloads.text.token_build import TokenFileInfo
+from validation.bench.peers.compare import rate_after_warm_up
 from validation.memory.one_gpu import OPTIMIZERS, case_loss, make_model
 from validation.steps.steps import cases
 

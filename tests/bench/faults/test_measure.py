@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from meshwright.bench.faults.measure import FaultRequest, measure
-from meshwright.bench.faults.report import FaultReport
 from tests.forking.forked import start_command_with
 from tests.train.runs.test_faults import JOB, STEPS
+from validation.bench.faults.measure import FaultRequest, measure
+from validation.bench.faults.report import FaultReport
 
 PARTS = ["notice", "stop", "start", "join", "build", "load", "step"]
 

@@ -1,6 +1,6 @@
 """Random kills are decided by the seed, and cover all parts of a run."""
 
-from meshwright.bench.faults.schedule import plan_kills
+from validation.bench.faults.schedule import plan_kills
 
 
 def test_a_seed_always_plans_the_same_kills_of_all_parts_and_ranks() -> None:

@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from meshwright.bench.faults.moments import wait_for
 from meshwright.train.output.folder import RunFolder
+from validation.bench.faults.moments import wait_for
 
 _POLL_S, _END_S = 0.5, 300.0
 

@@ -52,7 +52,7 @@ class DisturbedPoints:
 
 def fill(disk: Path, left: int = 0) -> None:
     """Leaves so many bytes of the disk free."""
-    from meshwright.bench.faults.inject import fill_disk
+    from validation.bench.faults.inject import fill_disk
 
     fill_disk(disk, left)
 

@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.bench.faults.inject import corrupt, hang, kill, slow
-from meshwright.bench.faults.leftovers import descendants, find_leftovers
-from meshwright.bench.faults.moments import wait_for
 from meshwright.checkpoint.load import find_newest_valid, load
 from meshwright.checkpoint.manifest import checkpoints_in
 from meshwright.job import parse_job
@@ -22,6 +19,9 @@ from tests.forking.forked import Process
 from tests.ranks import run_ranks
 from tests.train import commands, one_process
 from tests.train.toy import Net
+from validation.bench.faults.inject import corrupt, hang, kill, slow
+from validation.bench.faults.leftovers import descendants, find_leftovers
+from validation.bench.faults.moments import wait_for
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

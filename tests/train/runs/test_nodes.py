@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from meshwright.bench.faults.moments import Moment, wait_for
 from meshwright.checkpoint.load import find_newest_valid
 from meshwright.launch.loopback import connect_store
 from meshwright.train.output.folder import RunFolder
@@ -17,6 +16,7 @@ from tests.launch.nodes.ports import free_port
 from tests.ranks import run_ranks
 from tests.train import commands
 from tests.train.runs.test_faults import JOB, STEPS, assert_same, final_state, train_on_rank
+from validation.bench.faults.moments import Moment, wait_for
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

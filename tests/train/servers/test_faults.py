@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.bench.faults.inject import kill
-from meshwright.bench.faults.moments import wait_for
 from meshwright.checkpoint.load import find_newest_valid, load
 from meshwright.launch.heartbeat import heartbeat_file, read_heartbeat
 from meshwright.train.output.folder import RunFolder
@@ -21,6 +19,8 @@ from tests.launch.processes import is_alive, tree, wait_until
 from tests.train import commands
 from tests.train.runs.test_faults import JOB
 from tests.train.toy import Net
+from validation.bench.faults.inject import kill
+from validation.bench.faults.moments import wait_for
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from meshwright.bench.faults.inject import kill, slow
 from meshwright.train.output.folder import RunFolder
 from meshwright.train.output.times.share_changes import read_decisions
 from tests.forking.forked import Process, start_command
+from validation.bench.faults.inject import kill, slow
 
 pytestmark = pytest.mark.soak
 

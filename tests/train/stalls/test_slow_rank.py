@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from meshwright.bench.faults.inject import slow
 from meshwright.report.run.page import run_page
 from meshwright.train.output.folder import RunFolder
 from tests.forking.forked import Process, start, start_command
+from validation.bench.faults.inject import slow
 
 STEPS = 40
 SETTINGS = {

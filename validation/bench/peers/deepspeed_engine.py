@@ -9,7 +9,7 @@ from typing import Any
 import deepspeed
 import torch.distributed as dist
 
-from meshwright.bench.peers.task import PeerTask, StepRecorder, run_peer
+from validation.bench.peers.task import PeerTask, StepRecorder, run_peer
 
 
 def train(task: PeerTask, recorder: StepRecorder) -> None:

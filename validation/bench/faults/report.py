@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from statistics import median, quantiles
 from typing import Any
 
-from meshwright.bench.faults.run import DisturbedRun, Kill
+from validation.bench.faults.run import DisturbedRun, Kill
 
 _PARTS = ("notice", "stop", "start", "join", "build", "load", "evaluate", "step")
 

@@ -1,5 +1,5 @@
 """The step time and the loss of a job in every precision that this machine has, compared with fp32 on one device.
-`python -m meshwright.bench.precision JOB [STEPS] [--set A.B=C ...]` prints the median step time and its spread."""
+`python -m validation.bench.precision JOB [STEPS] [--set A.B=C ...]` prints the median step time and its spread."""
 
 import gc
 import sys

@@ -7,9 +7,9 @@ from rich.box import HORIZONTALS
 from rich.console import Console
 from rich.table import Table
 
-from meshwright.bench.collectives.compare import CollectiveRow, summary
-from meshwright.bench.collectives.rank import CollectiveMeasurements
 from meshwright.numbers.units import bandwidth_text, bytes_text, number_text, seconds_text
+from validation.bench.collectives.compare import CollectiveRow, summary
+from validation.bench.collectives.rank import CollectiveMeasurements
 
 
 def show(rows: Sequence[CollectiveRow], measured: CollectiveMeasurements, console: Console) -> None:

@@ -34,8 +34,8 @@ def _figures(summary: Mapping[str, Any]) -> KeyFigures:
         "kills": summary.get("kills"),
         "restarts": summary.get("restarts"),
         "committed steps lost": summary.get("lost_steps"),
-        "time to go on, median": _seconds(summary.get("recovery_s")),
-        "memory of the spare process": _bytes(summary.get("spare_memory_bytes")),
+        "time to go on, median": seconds_text(summary.get("recovery_s")),
+        "memory of the spare process": bytes_text(summary.get("spare_memory_bytes")),
     }
     return KeyFigures([(name, str(text)) for name, text in texts.items() if text is not None])
 
@@ -73,11 +73,3 @@ def _table(rows: Sequence[Row]) -> Table:
             for row in rows
         ],
     )
-
-
-def _seconds(value: float | None) -> str | None:
-    return None if value is None else seconds_text(value)
-
-
-def _bytes(value: float | None) -> str | None:
-    return None if value is None else bytes_text(value)

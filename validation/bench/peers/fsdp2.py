@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from meshwright.bench.peers.task import PeerTask, StepRecorder, run_peer, train_by_hand
 from meshwright.blocks.recompute import find_blocks
+from validation.bench.peers.task import PeerTask, StepRecorder, run_peer, train_by_hand
 
 
 def train(task: PeerTask, recorder: StepRecorder) -> None:

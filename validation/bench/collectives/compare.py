@@ -12,7 +12,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from meshwright.bench.collectives.rank import (
+from meshwright.cluster.cores import usable_cores
+from meshwright.errors import InputError
+from meshwright.launch.local.launch import RankSettings, launch
+from meshwright.launch.rank import run_rank
+from meshwright.launch.world import World
+from meshwright.simulator.communication.schedules import algorithm_prices
+from validation.bench.collectives.rank import (
     MEMORY_LIMIT,
     TIMEOUT_S,
     CollectiveMeasurements,
@@ -20,12 +26,6 @@ from meshwright.bench.collectives.rank import (
     from_json,
     measure,
 )
-from meshwright.cluster.cores import usable_cores
-from meshwright.errors import InputError
-from meshwright.launch.local.launch import RankSettings, launch
-from meshwright.launch.rank import run_rank
-from meshwright.launch.world import World
-from meshwright.simulator.communication.schedules import algorithm_prices
 
 SIZES = tuple(2**power for power in range(10, 27, 2))
 REFERENCE = "native"
@@ -83,7 +83,7 @@ def measure_in_new_ranks(request: MeasurementRequest, ranks: int) -> CollectiveM
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
         file = Path(folder, "measured.json")
         launch(
-            "meshwright.bench.collectives.rank",
+            "validation.bench.collectives.rank",
             [json.dumps(asdict(request)), str(file)],
             RankSettings(ranks, "cpu", max(1, usable_cores() // ranks), 0),
             Path(folder, "ranks"),

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from meshwright.bench.faults.leftovers import Process, descendants, find_leftovers
-from meshwright.bench.faults.schedule import PlannedKill
 from meshwright.checkpoint.load import find_newest_valid
 from meshwright.checkpoint.manifest import checkpoints_in
 from meshwright.errors import RankError
@@ -19,6 +17,8 @@ from meshwright.launch.environment import all_variables
 from meshwright.launch.heartbeat import HeartbeatRecord
 from meshwright.train.output.folder import RunFolder
 from meshwright.train.output.recovery import read_recoveries
+from validation.bench.faults.leftovers import Process, descendants, find_leftovers
+from validation.bench.faults.schedule import PlannedKill
 
 _MOMENT_S = 600.0  # how long a moment may take to come
 _LOOK_S = 0.2  # how often processes are looked at until the run ends

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.bench.collectives.timing import time_against_reference
 from meshwright.collectives.reducer import Reducer
 from meshwright.launch.world import World
 from meshwright.parallel.replicate.replicate import ReducerHook
@@ -22,6 +21,7 @@ from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Axes, Gradients
 from meshwright.train.session import Session
 from meshwright.workloads.mnist import Net, digits
+from validation.bench.collectives.timing import time_against_reference
 
 BATCH = 64
 _BUDGET_S = 0.2  # short, so that the compared runs are close in time

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
-from meshwright.bench.faults.moments import Moment
 from meshwright.launch.heartbeat import HeartbeatRecord
 from meshwright.train.output.folder import RunFolder
+from validation.bench.faults.moments import Moment
 
 _SLICE_S = 0.02  # how long a slow rank runs at a time
 

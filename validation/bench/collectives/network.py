@@ -14,7 +14,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from meshwright.bench.collectives.timing import RunTime, time_run
 from meshwright.cluster.cores import usable_cores
 from meshwright.collectives.native import NativeReducer
 from meshwright.collectives.reducer import Reducer
@@ -25,6 +24,7 @@ from meshwright.collectives.threaded import ThreadedReducer
 from meshwright.errors import InputError
 from meshwright.simulator.communication.cpu_network import CpuNetwork, HostSpeed, LinkTier, SharedMemorySpeed
 from meshwright.simulator.communication.schedules import GLOO_SEGMENTS, native_s, schedule_s
+from validation.bench.collectives.timing import RunTime, time_run
 
 SMALL_BYTES = 48
 MEDIUM_BYTES = 48 * 2**10

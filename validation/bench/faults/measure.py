@@ -6,11 +6,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.bench.faults.report import FaultReport, RunComparison
-from meshwright.bench.faults.run import DisturbedRun, StartCommand, disturbed_run, start_command
-from meshwright.bench.faults.schedule import plan_kills
 from meshwright.errors import InputError
 from meshwright.job import load_job, load_plan
+from validation.bench.faults.report import FaultReport, RunComparison
+from validation.bench.faults.run import DisturbedRun, StartCommand, disturbed_run, start_command
+from validation.bench.faults.schedule import plan_kills
 
 # A run that is killed often needs checkpoints often. --set gives other values.
 _INTERVALS = ("checkpoint.every_steps=10", "log.eval_every_steps=40", "log.tensorboard=false")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, TorchDynamoPlugin
 
-from meshwright.bench.peers.task import PeerTask, StepRecorder, run_peer
+from validation.bench.peers.task import PeerTask, StepRecorder, run_peer
 
 
 def train(task: PeerTask, recorder: StepRecorder) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from meshwright.bench.peers.catalog import REFERENCE
+from validation.bench.peers.catalog import REFERENCE
 
 # How far a final loss may be from ours, relative to ours. All train on the same batches from the same weights, so only
 # rounding differs; in bf16 it differs by more.

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshwright.bench.peers.task import PeerTask, StepRecorder, run_peer
+from validation.bench.peers.task import PeerTask, StepRecorder, run_peer
 
 
 class _Module(LightningModule):

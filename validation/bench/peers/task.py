@@ -2,7 +2,7 @@
 and the optimizer come from the job, and are the same for all peers and for us. The loop itself is written by each
 script in the way its library documents.
 
-`python -m meshwright.bench.peers.NAME JOB.yaml STEPS SETTINGS PRECISION cpu|cuda` is run once per rank, with the
+`python -m validation.bench.peers.NAME JOB.yaml STEPS SETTINGS PRECISION cpu|cuda` is run once per rank, with the
 environment variables that torchrun sets. Rank 0 prints one line: `PREFIX` and a JSON object.
 """
 
@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 from meshwright.batch import split_batch, target_key
-from meshwright.bench.peers.ranks import PREFIX
 from meshwright.call import bind
 from meshwright.data.order import permutation
 from meshwright.job import Job, load_job
@@ -33,6 +32,7 @@ from meshwright.launch.network.own_user import admit_own_user_only
 from meshwright.train.build import build_data, build_initialized_model, build_loading
 from meshwright.train.loss.loss import loss_from_model
 from meshwright.train.step.optimizer import build_optimizer, use_fused_kernels
+from validation.bench.peers.ranks import PREFIX
 
 WARM_UP_STEPS = 5  # not timed: compilation, allocations, and the buckets that DDP builds after its first step
 

@@ -1,4 +1,4 @@
-"""What each rank of the collectives benchmark measures. A rank runs `python -m meshwright.bench.collectives.rank
+"""What each rank of the collectives benchmark measures. A rank runs `python -m validation.bench.collectives.rank
 REQUEST FILE`, or was started by another launcher and calls `measure`."""
 
 import os
@@ -14,9 +14,6 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from meshwright.bench.collectives.network import measure_network
-from meshwright.bench.collectives.timing import stolen_s, time_alternating
-from meshwright.bench.collectives.training import measure_training
 from meshwright.cluster.cores import usable_cores
 from meshwright.collectives.native import NativeReducer
 from meshwright.collectives.reducer import Reducer
@@ -29,6 +26,9 @@ from meshwright.files.storage import write_atomically
 from meshwright.launch.rank import run_rank
 from meshwright.launch.world import World
 from meshwright.simulator.communication.cpu_network import CpuNetwork
+from validation.bench.collectives.network import measure_network
+from validation.bench.collectives.timing import stolen_s, time_alternating
+from validation.bench.collectives.training import measure_training
 
 TIMEOUT_S = 300.0
 MEMORY_LIMIT = "memory_limit"  # no all-reduce: copies within memory, for comparison

@@ -11,10 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.auto.choose import plan_of_job
-from meshwright.bench.peers.catalog import REFERENCE, SETTINGS, Interpreter, Peer
-from meshwright.bench.peers.ranks import RankCommand, run_ranks
-from meshwright.bench.peers.rows import TOLERANCES, Contestant, Measurement, PeerReport, make_rows
-from meshwright.bench.peers.task import WARM_UP_STEPS
 from meshwright.calibrate.probe import measure_machine
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import check_is_local, find_cluster
@@ -26,6 +22,10 @@ from meshwright.plan import Plan
 from meshwright.train.check import check_job
 from meshwright.train.job_parts import JobParts
 from meshwright.train.run import train
+from validation.bench.peers.catalog import REFERENCE, SETTINGS, Interpreter, Peer
+from validation.bench.peers.ranks import RankCommand, run_ranks
+from validation.bench.peers.rows import TOLERANCES, Contestant, Measurement, PeerReport, make_rows
+from validation.bench.peers.task import WARM_UP_STEPS
 
 OURS = "meshwright"
 Run = Callable[[], Measurement]
@@ -202,7 +202,7 @@ def _peer_runs(
         for settings in SETTINGS:
             threads = peer_threads(settings, ranks, cluster.cores)
             arguments = [str(job_file), str(steps), settings, precision, cluster.kind]
-            module = f"meshwright.bench.peers.{peer.module}"
+            module = f"validation.bench.peers.{peer.module}"
             command = RankCommand(interpreter.python, module, arguments, ranks, threads, job.train.timeout_s)
             of_rank = "1 thread" if threads == 1 else f"{threads} threads"
             how = f"{peer.package} {interpreter.versions[peer.package]}, {of_rank} per rank"

@@ -3,8 +3,8 @@
 import random
 from dataclasses import dataclass
 
-from meshwright.bench.faults.inject import Fault, kill
-from meshwright.bench.faults.moments import PUBLISH, RESTART, START
+from validation.bench.faults.inject import Fault, kill
+from validation.bench.faults.moments import PUBLISH, RESTART, START
 
 # Parts of a run, and how often each is chosen.
 _CHANCES = {"data": 1, "forward": 2, "backward": 2, "optimizer": 1, "save": 2, PUBLISH: 2, "evaluation": 2, RESTART: 2}

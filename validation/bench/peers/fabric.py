@@ -8,7 +8,7 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 
-from meshwright.bench.peers.task import PeerTask, StepRecorder, run_peer
+from validation.bench.peers.task import PeerTask, StepRecorder, run_peer
 
 
 def train(task: PeerTask, recorder: StepRecorder) -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.bench.peers.task import PeerTask, StepRecorder, run_peer, train_by_hand
+from validation.bench.peers.task import PeerTask, StepRecorder, run_peer, train_by_hand
 
 
 def train(task: PeerTask, recorder: StepRecorder) -> None:

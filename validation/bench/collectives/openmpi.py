@@ -1,5 +1,5 @@
 """Measures the same all-reduces with OpenMPI, if `mpirun` and mpi4py are installed: `mpirun -n N python -m
-meshwright.bench.collectives.openmpi ROUNDS SIZES...`."""
+validation.bench.collectives.openmpi ROUNDS SIZES...`."""
 
 import importlib.util
 import json
@@ -12,11 +12,11 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from meshwright.bench.collectives.compare import REFERENCE, CollectiveRow
 from meshwright.cluster.cores import usable_cores
 from meshwright.errors import InputError
+from validation.bench.collectives.compare import REFERENCE, CollectiveRow
 
-_MODULE = "meshwright.bench.collectives.openmpi"
+_MODULE = "validation.bench.collectives.openmpi"
 _BUDGET_S = 0.05
 _PREFIX = "meshwright-openmpi "
 TIME_LIMIT_S = 600

@@ -1,0 +1,1 @@
+"""How fast Meshwright is beside other libraries, other all-reduces, and after kills: `python -m validation.bench`."""
