@@ -1,4 +1,4 @@
-"""`meshwright bench collectives`: how long an all-reduce takes, by algorithm and size, compared with the backend's own
+"""`validation.bench collectives`: how long an all-reduce takes, by algorithm and size, compared with the backend's own
 all-reduce. It also shows how well these times are predicted from the cost of single messages, which is measured
 first."""
 

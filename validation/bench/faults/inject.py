@@ -1,4 +1,4 @@
-"""Faults, written as sentences, for tests and for `meshwright bench faults`:
+"""Faults, written as sentences, for tests and for `validation.bench faults`:
 
     kill(rank=1).at(step=7).inject(run)
     kill(rank=0).during("save").inject(run)

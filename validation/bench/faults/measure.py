@@ -1,4 +1,4 @@
-"""`measure`, the work of `meshwright bench faults`: trains a job undisturbed, then again while its ranks are killed at
+"""`measure`, the work of `validation.bench faults`: trains a job undisturbed, then again while its ranks are killed at
 random moments, and compares the ends of both runs."""
 
 from collections.abc import Callable, Sequence

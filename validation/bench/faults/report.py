@@ -1,4 +1,4 @@
-"""`FaultReport`: what `meshwright bench faults` has measured, as JSON and as text."""
+"""`FaultReport`: what `validation.bench faults` has measured, as JSON and as text."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass

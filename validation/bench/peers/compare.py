@@ -1,4 +1,4 @@
-"""`meshwright bench peers`: how fast other libraries train a job, compared with plain DDP and with us. The contestants
+"""`validation.bench peers`: how fast other libraries train a job, compared with plain DDP and with us. The contestants
 take turns, one run each per round."""
 
 import json
