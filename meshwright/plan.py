@@ -9,12 +9,10 @@ from pydantic import model_validator
 
 from meshwright.deepspeed_config.plan_groups import plan_of_config
 from meshwright.files.storage import write_atomically
-from meshwright.numbers.limits import MOST_DEVICES
 from meshwright.plan_fields.effects import NUMERICS, Numerics, PlanGroup, effect
 from meshwright.plan_fields.groups import (
     BUCKET_BYTES,
     MIB,
-    STAGES_PER_RANK,
     Axes,
     Compute,
     Gradients,
@@ -25,6 +23,7 @@ from meshwright.plan_fields.groups import (
     Shares,
 )
 from meshwright.plan_fields.shares import describe_shares, share_sizes
+from meshwright.plan_rules.table import refusal
 
 
 class Plan(PlanGroup):
@@ -43,139 +42,9 @@ class Plan(PlanGroup):
     shares: Shares = Shares()
 
     @model_validator(mode="after")
-    def _axes_have_a_possible_number_of_ranks(self) -> Self:
-        if self.world_size > MOST_DEVICES:
-            axes = " × ".join(f"{name}({size})" for name, size in self.axes.factors.items())
-            raise ValueError(f"axes: {axes} = {self.world_size:,} ranks: at most {MOST_DEVICES:,}")
-        return self
-
-    @model_validator(mode="after")
-    def _branches_fit_the_axis(self) -> Self:
-        for name, rank in self.modules.branches.items():
-            if rank >= self.axes.tensor:
-                raise ValueError(
-                    f"modules.branches.{name} is {rank}, but the tensor axis has {self.axes.tensor} ranks, numbered"
-                    f" from 0: raise axes.tensor or choose a rank below it"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _gradient_methods_are_compatible(self) -> Self:
-        """Parameter servers, local steps and PowerSGD each replace the all-reduce of replicas, so a plan may choose
-        only one of them, and only without other axes."""
-        gradients = self.gradients
-        only_replicas = self.world_size == self.axes.replicate and self.axes.expert == 1
-        is_chosen = {
-            "servers": gradients.servers > 0,
-            "local_steps": gradients.local_steps > 1,
-            "powersgd_rank": gradients.powersgd_rank > 0,
-        }
-        methods = [name for name, chosen in is_chosen.items() if chosen]
-        if methods and not only_replicas:
-            raise ValueError(
-                f"gradients.{methods[0]} is {getattr(gradients, methods[0])}, which works with the replicate axis only,"
-                " but the plan has other axes, too: set their sizes to 1, or leave it out"
-            )
-        if len(methods) > 1:
-            raise ValueError(f"gradients.{methods[0]} and gradients.{methods[1]} exclude each other: choose one")
-        if methods and gradients.precision != "fp32":
-            raise ValueError(
-                f"gradients.{methods[0]} determines the dtype that is sent, but gradients.precision is"
-                f" {gradients.precision}: set gradients.precision to fp32"
-            )
-        if gradients.algorithm not in ("auto", "native") and (methods or self.axes.shard > 1):
-            # An error, because the algorithm would have no effect: these methods and the shard axis combine gradients
-            # without an all-reduce over replicas.
-            other = f"gradients.{methods[0]}" if methods else f"axes.shard ({self.axes.shard})"
-            raise ValueError(
-                f"gradients.algorithm is {gradients.algorithm}, which combines the gradients of replicas, but {other}"
-                " combines them in another way: set gradients.algorithm to auto"
-            )
-        if gradients.updates != "synchronous" and not gradients.servers:
-            raise ValueError(
-                f"gradients.updates is {gradients.updates}, which needs parameter servers: set gradients.servers to"
-                " 1 or more"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _every_data_rank_has_a_share(self) -> Self:
-        given, axes = len(self.shares.samples), self.axes
-        if given and given != self.data_ranks:
-            raise ValueError(
-                f"shares.samples has {given} {'number' if given == 1 else 'numbers'}, but replicate({axes.replicate}) ×"
-                f" shard({axes.shard}) = {self.data_ranks} {'rank trains' if self.data_ranks == 1 else 'ranks train'}"
-                " on different samples: give one number for each of them, or leave shares out for even shares"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _shares_fit_the_way_gradients_are_combined(self) -> Self:
-        gradients, shares = self.gradients, self.shares
-        if not (shares.samples or shares.adaptive):
-            return self
-        samples = describe_shares(shares.samples)
-        given = f"shares.samples is [{samples}]" if samples else "shares.adaptive is true"
-        if gradients.local_steps > 1:
-            raise ValueError(
-                f"{given}, but gradients.local_steps is {gradients.local_steps}: ranks that take steps alone have the"
-                " same weight when their weights are averaged: leave out shares, or set gradients.local_steps to 1"
-            )
-        if gradients.updates != "synchronous":
-            raise ValueError(
-                f"{given}, but gradients.updates is {gradients.updates}: a worker that does not wait for the others"
-                " needs no share that fits its speed: leave out shares, or set gradients.updates to synchronous"
-            )
-        if gradients.servers and shares.adaptive:
-            raise ValueError(
-                f"shares.adaptive is true, but gradients.servers is {gradients.servers}: workers of parameter servers"
-                " do not exchange how fast they are: set shares.adaptive to false, or gradients.servers to 0"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _every_shard_rank_has_a_proportion(self) -> Self:
-        shards, axes = self.shares.shards, self.axes
-        if not shards:
-            return self
-        given = f"shares.shards is [{describe_shares(shards)}]"
-        if len(shards) != axes.shard or axes.shard == 1:
-            raise ValueError(
-                f"{given}, {len(shards)} {'number' if len(shards) == 1 else 'numbers'}, but axes.shard is {axes.shard}:"
-                + (" give one number for each rank of the shard axis" if axes.shard > 1 else " set it above 1")
-                + ", or leave shares.shards out"
-            )
-        others = {
-            "axes.context": (axes.context, 1),
-            "axes.expert": (axes.expert, 1),
-            "memory.offload": (self.memory.offload, "none"),
-            "numerics.precision": (self.numerics.precision, "bf16" if self.numerics.precision == "fp8" else None),
-        }
-        for name, (value, needed) in others.items():
-            if needed not in (value, None):
-                raise ValueError(
-                    f"{given}, but {name} is {value}, with which shards are divided evenly only: set {name} to"
-                    f" {needed}, or leave shares.shards out"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _stages_fit_the_axis(self) -> Self:
-        stages, ranks, schedule = len(self.pipeline.cuts) + 1, self.axes.pipeline, self.pipeline.schedule
-        if stages == 1:
-            return self
-        if stages % ranks:
-            raise ValueError(
-                f"pipeline.cuts: {stages - 1} cuts make {stages} stages, which {ranks} pipeline ranks do not divide:"
-                f" choose cuts that make {ranks} stages, or a multiple of that"
-            )
-        per_rank = STAGES_PER_RANK.get(schedule, stages // ranks)
-        if stages != per_rank * ranks:
-            raise ValueError(
-                f"pipeline.schedule: {schedule} runs {per_rank} {'stage' if per_rank == 1 else 'stages'} per rank, but"
-                f" {stages - 1} cuts make {stages} stages for {ranks} ranks: choose cuts that"
-                f" make {per_rank * ranks} stages"
-            )
+    def _keeps_the_rules(self) -> Self:
+        if (reason := refusal(self, "plan")) is not None:
+            raise ValueError(reason)
         return self
 
     @property
@@ -223,17 +92,7 @@ class Plan(PlanGroup):
     @property
     def compile_obstacle(self) -> str | None:
         """Why nothing of a model can be compiled under this plan; None if its parts can be."""
-        if self.axes.expert > 1:
-            return "models whose experts are divided over ranks are not compiled"
-        if any(split.axis == "replicate" and split.kind != "none" for split in self.modules.splits.values()):
-            return "layers that are split over the replicate axis are not compiled"
-        if self.axes.context > 1:
-            return "models whose sequences are divided over the context axis are not compiled"
-        if self.axes.tensor > 1 and self.modules.branches:
-            return "models whose branches are placed on ranks are not compiled"
-        if self.axes.tensor > 1 and self.memory.recompute == "selective":
-            return "split layers that are recomputed selectively are not compiled"
-        return None
+        return refusal(self, "compile")
 
     @property
     def processes(self) -> int:

@@ -42,6 +42,7 @@ LEVELS = {
     "blocks": 0,
     "plan": 0,
     "plan_fields": 0,
+    "plan_rules": 0,
     "call": 0,
     "batch": 0,
     "deepspeed_config": 0,
@@ -80,11 +81,12 @@ ENTRY_POINTS = ("__init__", "__main__")  # they may import anything, and nothing
 # The files of level 0 that other files of level 0 may import.
 SHARED_BY_LEVEL_0 = (
     *("errors", "dtypes", "files", "numbers", "output_trees", "plain_values", "user_code"),
-    *("torchvision_import", "deepspeed_config", "plan_fields", "call"),
+    *("torchvision_import", "deepspeed_config", "plan_fields", "plan_rules", "call"),
 )
 PREDICTING, EXECUTING = {"simulator", "planner"}, {"parallel", "checkpoint", "train"}
 WITHOUT_TORCH = (
     "plan",
+    "plan_rules",
     "job",
     "errors",
     "call",

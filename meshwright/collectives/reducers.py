@@ -25,15 +25,8 @@ def make_reducer(
 ) -> tuple[Reducer, str | None]:
     """Returns (reducer, reason). The reason says why `auto` cannot use the shared memory of CPU ranks; it is None in
     all other cases. `size_bytes` is the size of all gradients. All ranks of the group call this together."""
-    if algorithm == "native" or group.size() == 1:
+    if algorithm == "native" or group.size() == 1 or device.type != "cpu":
         return NativeReducer(group), None
-    if device.type != "cpu":
-        if algorithm == "auto":
-            return NativeReducer(group), None
-        raise InputError(
-            f"plan.gradients.algorithm is {algorithm}, which combines gradients of CPU ranks, but these are on"
-            f" {device.type}: choose native"
-        )
     machines = machines_of(group)
     if algorithm == "auto":
         try:

@@ -9,6 +9,7 @@ from meshwright.files.user_path import user_path
 from meshwright.job import load_plan
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Axes
+from meshwright.plan_rules.table import check_rules
 
 # None: every rank is a replica. `auto`: the fastest plan that the library's loop can run. Other texts are paths.
 PlanArgument = Plan | Mapping[str, Any] | str | Path | None
@@ -23,29 +24,8 @@ def read_plan(argument: PlanArgument, ranks: int, caller: str) -> Plan:
             f"{caller}: plan is {str(argument)!r}, and there is no such file: give the path of a plan file, or 'auto'"
         )
     plan = argument if isinstance(argument, Plan) else load_plan(argument, caller)
-    refuse_adaptive_shares(plan, caller)
-    refuse_shards(plan, caller)
+    check_rules(plan, "library", caller=caller)
     return plan
-
-
-def refuse_adaptive_shares(plan: Plan, caller: str) -> None:
-    """Raises an `InputError` if the plan's shares are to follow the speeds of ranks, which `session.step` measures."""
-    if plan.shares.adaptive:
-        raise InputError(
-            f"{caller}: the plan ({plan.summary()}) has adaptive shares, which need the measurements of session.step,"
-            " and this loop makes its own steps: set shares.adaptive to false and give shares.samples, or train with"
-            " mw.parallelize or `meshwright train`"
-        )
-
-
-def refuse_shards(plan: Plan, caller: str) -> None:
-    """Raises an `InputError` if the plan has shards in proportion: a library's own code for weights and optimizers may
-    gather them as if they were divided evenly."""
-    if plan.shares.shards:
-        raise InputError(
-            f"{caller}: the plan ({plan.summary()}) has shares.shards, which this loop does not know: leave"
-            " shares.shards out, or train with mw.parallelize or `meshwright train`"
-        )
 
 
 def with_precision(

@@ -34,7 +34,6 @@ from meshwright.parallel.branches.check import check_branches, has_assigned_bran
 from meshwright.parallel.check import (
     check_cast,
     check_embeddings,
-    check_runnable,
     check_structure,
     needs_structure,
     structure_for,
@@ -62,6 +61,7 @@ from meshwright.parallel.tensor.outside_dispatch import gather_for_custom_functi
 from meshwright.parallel.tensor.split_modules import split_modules
 from meshwright.parallel.weights.layout import ParameterLayout
 from meshwright.plan import Plan
+from meshwright.plan_rules.table import check_rules
 from meshwright.profile.different_blocks import may_run_different_blocks
 from meshwright.profile.structure.model_structure import ModelStructure
 from meshwright.profile.structure.structure import Structure
@@ -102,7 +102,7 @@ def apply(
     and initializes the weights of a module that is on the meta device; None if the module has its weights already.
     """
     # A plan that cannot run is refused before anything is changed.
-    check_runnable(plan)
+    check_rules(plan, device=device.type)
     check_cast(plan, module)
     check_experts(plan, module)
     check_embeddings(plan, module)

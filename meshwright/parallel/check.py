@@ -9,14 +9,15 @@ from typing import Any
 from torch import nn
 
 from meshwright.errors import InputError
-from meshwright.parallel.branches.check import check_branches, has_assigned_branches, without_branch_splits
-from meshwright.parallel.chunked_loss.head import check_loss_chunks, head_to_join
-from meshwright.parallel.expert.check import ExpertFacts, check_expert_axis, check_experts, expert_facts
-from meshwright.parallel.pipeline.check import check_microbatches, check_pipeline
+from meshwright.parallel.branches.check import check_branches, without_branch_splits
+from meshwright.parallel.chunked_loss.head import head_to_join
+from meshwright.parallel.expert.check import ExpertFacts, check_experts, expert_facts
+from meshwright.parallel.pipeline.check import check_pipeline
 from meshwright.parallel.pipeline.stage_dataflow import cuts_of_plan
 from meshwright.parallel.tensor.split_modules import check_splits
 from meshwright.parallel.torch_private import AnyBatchNorm
 from meshwright.plan import Plan
+from meshwright.plan_rules.table import check_rules
 from meshwright.profile.structure.dataflow import ControlFlowError
 from meshwright.profile.structure.model_structure import ModelStructure
 from meshwright.profile.structure.splits import SplitGroup
@@ -35,8 +36,9 @@ def plan_checker(model: nn.Module, sample: Any, target: str | None = None) -> Ca
     return checker_of_structure(ModelStructure(model, sample, target))
 
 
-def checker_of_structure(structure: ModelStructure) -> Callable[[Plan], None]:
-    """Returns a function that raises an `InputError` if a plan cannot run on the model of this structure."""
+def checker_of_structure(structure: ModelStructure, **facts: Any) -> Callable[[Plan], None]:
+    """Returns a function that raises an `InputError` if a plan cannot run on the model of this structure. The `facts`
+    decide which rules hold (plan_rules/rule.py)."""
     model = structure.model
 
     flow = structure.forward_pass
@@ -46,7 +48,7 @@ def checker_of_structure(structure: ModelStructure) -> Callable[[Plan], None]:
         return _first_sparse_module(model) is not None
 
     @cache
-    def facts() -> ExpertFacts:
+    def experts() -> ExpertFacts:
         return expert_facts(model)
 
     accepted: set[tuple[object, ...]] = set()
@@ -56,7 +58,6 @@ def checker_of_structure(structure: ModelStructure) -> Callable[[Plan], None]:
         that this depends on, so what was accepted is kept."""
         key = _division_key(plan)
         if key is not None and key in accepted:
-            check_microbatches(plan)
             return
         check_branches(plan, model, flow)
         check_structure(plan, model, structure_for(plan, structure))
@@ -64,9 +65,9 @@ def checker_of_structure(structure: ModelStructure) -> Callable[[Plan], None]:
             accepted.add(key)
 
     def check(plan: Plan) -> None:
-        check_runnable(plan)
+        check_rules(plan, **facts)
         check_cast(plan, model)
-        check_experts(plan, model, facts)
+        check_experts(plan, model, experts)
         check_embeddings(plan, model)
         if is_sparse():
             check_sparse(plan, model)
@@ -80,8 +81,7 @@ def checker_of_structure(structure: ModelStructure) -> Callable[[Plan], None]:
 
 
 def _division_key(plan: Plan) -> tuple[object, ...] | None:
-    """All that `check_branches` and `check_structure` depend on, apart from the number of microbatches. None for a plan
-    that names modules."""
+    """All that `check_branches` and `check_structure` depend on. None for a plan that names modules."""
     axes, pipeline, modules = plan.axes, plan.pipeline, plan.modules
     if modules.splits or modules.branches:
         return None
@@ -131,107 +131,6 @@ def needs_structure(plan: Plan) -> bool:
     return axes.context > 1 or axes.tensor > 1 or axes.pipeline > 1 or bool(plan.modules.splits)
 
 
-def check_runnable(plan: Plan) -> None:
-    """Raises an `InputError` if the plan contradicts itself, so that no model can run with it."""
-    _check_axes(plan)
-    _check_precision(plan)
-    check_loss_chunks(plan)
-    _check_convolutions(plan)
-    _check_offload(plan)
-    over_replicate = [
-        name for name, split in plan.modules.splits.items() if split.axis == "replicate" and split.kind != "none"
-    ]
-    if over_replicate and plan.world_size > plan.axes.replicate:
-        raise InputError(
-            f"plan.modules.splits.{over_replicate[0]} splits a layer over the replicate axis, which needs all other"
-            f" axes to be 1, but the plan is {plan.summary()}: remove the split, or set the other axes to 1"
-        )
-    if has_assigned_branches(plan) and plan.axes.pipeline > 1:
-        raise InputError(
-            f"plan.modules.branches.{next(iter(plan.modules.branches))} is placed on one rank of the tensor axis, which"
-            f" a pipeline does not support, but the plan is {plan.summary()}: remove the branches, or set axes.pipeline"
-            " to 1"
-        )
-
-
-def _check_axes(plan: Plan) -> None:
-    axes = plan.axes
-    check_expert_axis(plan)
-    if axes.context > 1 and has_assigned_branches(plan):
-        raise InputError(
-            f"plan.axes.context is {axes.context}, and plan.modules.branches places parts of the model on ranks, which"
-            " cannot be executed together: set axes.context to 1, or remove the branches"
-        )
-    if axes.context > 1 and plan.numerics.precision == "fp8":
-        raise InputError(
-            f"plan.axes.context is {axes.context} and plan.numerics.precision is fp8, which cannot be executed"
-            " together: set axes.context to 1, or choose bf16"
-        )
-
-
-def _check_convolutions(plan: Plan) -> None:
-    compute = plan.compute
-    if compute.convolutions == "nnpack" and (compute.layout != "contiguous" or compute.compile != "none"):
-        field, needed = ("layout", "contiguous") if compute.layout != "contiguous" else ("compile", "none")
-        raise InputError(
-            f"plan.compute.convolutions is nnpack, whose kernels take contiguous images and are not used in compiled"
-            f" code, but compute.{field} is {getattr(compute, field)}: set it to {needed}, or compute.convolutions to"
-            " default"
-        )
-
-
-def _check_offload(plan: Plan) -> None:
-    offload, axes, sharding = plan.memory.offload, plan.axes, plan.memory.sharding
-    if offload == "none":
-        return
-    if offload == "parameters" and (axes.shard == 1 or sharding != "parameters"):
-        raise InputError(
-            "plan.memory.offload is parameters, which keeps the shards of parameters in CPU memory and needs axes.shard"
-            f" > 1 and memory.sharding parameters, but axes.shard is {axes.shard} and memory.sharding is {sharding}:"
-            " change these, or set memory.offload to optimizer"
-        )
-    if plan.compute.cuda_graphs:
-        raise InputError(
-            f"plan.memory.offload is {offload}, which copies tensors between the GPU and CPU memory in every step, but"
-            " compute.cuda_graphs is true, which repeats work on the GPU only: set one of them to its default"
-        )
-    if plan.gradients.servers:
-        raise InputError(
-            f"plan.memory.offload is {offload}, but gradients.servers is {plan.gradients.servers}, and servers hold the"
-            " optimizer in their own CPU memory: set memory.offload to none"
-        )
-
-
-def _check_precision(plan: Plan) -> None:
-    precision, axes = plan.numerics.precision, plan.axes
-    if precision == "auto":
-        raise InputError(
-            "plan.numerics.precision is auto, which only `meshwright train` resolves, and only if no launcher such as"
-            " torchrun started it: name fp32, tf32, bf16, fp16 or fp8"
-        )
-    if plan.numerics.cast == "weights" and (axes.shard == 1 or precision not in ("bf16", "fp16")):
-        raise InputError(
-            "plan.numerics.cast is weights, which needs axes.shard > 1 and numerics.precision bf16 or fp16, but"
-            f" axes.shard is {axes.shard} and numerics.precision is {precision}: change these, or set numerics.cast to"
-            " operators"
-        )
-    if precision == "fp8" and (axes.tensor > 1 or axes.pipeline > 1):
-        raise InputError(
-            "plan.numerics.precision is fp8, which works only with the replicate and shard axes, but the plan is"
-            f" {plan.summary()}: set axes.tensor and axes.pipeline to 1, or choose bf16"
-        )
-    if plan.compute.cuda_graphs and plan.compute.compile == "none" and plan.world_size > 1:
-        raise InputError(
-            "plan.compute.cuda_graphs needs a single rank, or compiled blocks (compute.compile), but the plan is"
-            f" {plan.summary()}: set compute.cuda_graphs to false, or set compute.compile to blocks"
-        )
-    if plan.compute.cuda_graphs and (axes.tensor > 1 or axes.pipeline > 1):
-        raise InputError(
-            "plan.compute.cuda_graphs works only with the replicate and shard axes, but the plan is"
-            f" {plan.summary()}: set compute.cuda_graphs to false, or set axes.tensor and axes.pipeline to 1"
-        )
-
-
 def check_cast(plan: Plan, model: nn.Module) -> None:
     """Raises an `InputError` if `numerics.cast` is `weights` and the model has a BatchNorm. PyTorch's BatchNorm accepts
     weights in half precision only together with running statistics in half precision, and these stay in fp32."""
@@ -242,15 +141,6 @@ def check_cast(plan: Plan, model: nn.Module) -> None:
         raise InputError(
             f"plan.numerics.cast is weights, but {name} is a BatchNorm, whose running statistics stay in fp32, which"
             " PyTorch does not combine with half-precision weights: set plan.numerics.cast to operators"
-        )
-
-
-def check_no_servers(plan: Plan) -> None:
-    """Raises an error if the plan has parameter servers, for what a session cannot start."""
-    if plan.gradients.servers:
-        raise InputError(
-            f"the plan ({plan.summary()}) has parameter servers, which only `meshwright train` starts: use that"
-            " command, or set gradients.servers to 0"
         )
 
 

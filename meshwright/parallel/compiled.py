@@ -256,7 +256,7 @@ def _is_complete(block: nn.Module) -> bool:
 def _mode(plan: Plan, device_type: str) -> str | None:
     """The `mode` argument of `torch.compile`, which also decides whether the compiled code uses CUDA graphs of its own;
     None for the default. It does with several ranks only: on a single rank the whole step is captured as one graph
-    (train/step/cuda_graphs.py). Pipelines and split layers use none (`check_runnable`)."""
+    (train/step/cuda_graphs.py). Pipelines and split layers use none (plan_rules/compute.py)."""
     uses_own_graphs = plan.compute.cuda_graphs and device_type == "cuda" and plan.processes > 1
     if plan.compute.compile_mode == "max-autotune":
         return "max-autotune" if uses_own_graphs else "max-autotune-no-cudagraphs"

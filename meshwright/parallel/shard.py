@@ -36,7 +36,6 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.blocks.recompute import find_blocks
 from meshwright.collectives.wait_clock import WAIT_CLOCK
-from meshwright.errors import InputError
 from meshwright.output_trees import register_dataclasses
 from meshwright.parallel.expert.divide import divided_layers, divided_parameters, expert_placement
 from meshwright.parallel.mesh import has_axis, joined_axes
@@ -67,14 +66,6 @@ from meshwright.plan import Plan
 def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = True) -> None:
     """Shards the module's weights in place. Without `per_block` the whole module is one unit. This is needed if ranks
     may run different blocks, because all ranks have to call collectives in the same order."""
-    over_replicate = [
-        name for name, split in plan.modules.splits.items() if split.axis == "replicate" and split.kind != "none"
-    ]
-    if over_replicate:
-        raise InputError(
-            f"plan.modules.splits.{over_replicate[0]} splits a layer over the replicate axis, and plan.axes.shard is "
-            f"{plan.axes.shard}: they do not go together, set shard to 1 or leave the split out"
-        )
     hooks = {name: gradient_hooks(p) for name, p in module.named_parameters() if any(gradient_hooks(p))}
     already_sharded = next((name for name, p in module.named_parameters() if isinstance(p, DTensor)), None)
     if already_sharded is not None:

@@ -19,21 +19,11 @@ from meshwright.errors import InputError, did_you_mean
 from meshwright.files.yaml_file import parse
 from meshwright.numbers.units import bytes_text
 from meshwright.plan_fields.effects import NUMERICS, Numerics, effect
-from meshwright.plan_fields.groups import Axes, Compute, Gradients, Memory, Modules, NumericsGroup, Pipeline, Shares
+from meshwright.plan_fields.groups import GROUPS
 from meshwright.plan_fields.quantities import read_bytes
 
-_GROUPS: dict[str, type[BaseModel]] = {
-    "axes": Axes,
-    "modules": Modules,
-    "pipeline": Pipeline,
-    "memory": Memory,
-    "numerics": NumericsGroup,
-    "gradients": Gradients,
-    "compute": Compute,
-    "shares": Shares,
-}
 FIELDS: dict[str, FieldInfo] = {
-    f"{group}.{name}": field for group, kind in _GROUPS.items() for name, field in kind.model_fields.items()
+    f"{group}.{name}": field for group, kind in GROUPS.items() for name, field in kind.model_fields.items()
 }
 # Fields whose default is one choice among others, and not the absence of a feature.
 _NO_FEATURES = (
@@ -144,7 +134,7 @@ def flattened(fix: Mapping[str, Any]) -> dict[str, Any]:
             flat["shares.adaptive"] = True
         elif name == "shares" and isinstance(value, list | tuple):
             flat["shares.samples"] = value
-        elif name in _GROUPS and isinstance(value, Mapping):
+        elif name in GROUPS and isinstance(value, Mapping):
             flat.update({f"{name}.{field}": inner for field, inner in value.items()})
         else:
             flat[str(name).removeprefix("plan.")] = value
@@ -156,8 +146,8 @@ def read_value(name: str, value: Any) -> Any:
     if name not in FIELDS:
         group = name.partition(".")[0]
         near = did_you_mean(name, FIELDS)
-        if group in _GROUPS:
-            near = did_you_mean(name, [f"{group}.{field}" for field in _GROUPS[group].model_fields])
+        if group in GROUPS:
+            near = did_you_mean(name, [f"{group}.{field}" for field in GROUPS[group].model_fields])
         raise InputError(f"'{name}' is no field of a plan{near or ': docs/job.md lists them'}")
     field_info = FIELDS[name]
     if isinstance(value, bool) and not isinstance(field_info.default, bool):  # pydantic would take it for 0 or 1

@@ -1,7 +1,7 @@
 """The groups of a plan's fields. Each field is marked with its effect on the numerical result."""
 
 from math import gcd
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import model_validator
 
@@ -52,17 +52,6 @@ class Axes(PlanGroup):
     def factors(self) -> dict[str, int]:
         """The sizes above 1 of the axes whose product is the number of training ranks."""
         return {name: size for name, size in self.model_dump(exclude={"expert"}).items() if size > 1}
-
-    @model_validator(mode="after")
-    def _data_ranks_divide_into_groups_of_experts(self) -> Self:
-        data_ranks = self.replicate * self.shard
-        if data_ranks % self.expert:
-            raise ValueError(
-                f"axes.expert is {self.expert}, which does not divide replicate({self.replicate}) ×"
-                f" shard({self.shard}) = {data_ranks} ranks, over which experts are divided: choose a divisor of"
-                f" {data_ranks}"
-            )
-        return self
 
 
 class Split(PlanGroup):
@@ -239,3 +228,15 @@ class Shares(PlanGroup):
         if not isinstance(values, dict | cls):
             raise ValueError(f"{values!r} is no division of a batch: write adaptive, or samples by data rank: [86, 42]")
         return values
+
+
+GROUPS: dict[str, type[PlanGroup]] = {
+    "axes": Axes,
+    "modules": Modules,
+    "pipeline": Pipeline,
+    "memory": Memory,
+    "numerics": NumericsGroup,
+    "gradients": Gradients,
+    "compute": Compute,
+    "shares": Shares,
+}

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from meshwright.parallel.check import check_runnable
 from meshwright.plan import Plan
+from meshwright.plan_rules.table import check_rules
 from meshwright.profile.optimizer import check_is_optimizer
 from meshwright.proof.proof import Proof, save_proof
 from meshwright.proof.prove import available_ranks, prove_in_new_ranks, with_fixed_precision, work_folder
@@ -70,7 +70,7 @@ def prove(
     check_is_optimizer(optimizer)
     available = available_ranks(plan, ranks, device)
     smaller, shrunk = shrink(with_fixed_precision(plan, dtype), available.count)
-    check_runnable(smaller)
+    check_rules(smaller)
     samples = SampleDataset(sample_batch, steps * global_batch)
     user_model = UserModel(
         model=model,

@@ -25,6 +25,7 @@ from meshwright.dtypes import ITEM_BYTES
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Axes
+from meshwright.plan_rules.table import check_rules
 from meshwright.profile.experts import RoutedExperts
 from meshwright.profile.values import BatchPolynomial, MemoryChange, ModelProfile, Operator, Parameter, TraceSegment
 from meshwright.simulator.communication.placement import RankGroup, group_of_axes
@@ -37,16 +38,12 @@ def check_expert_ranks(profile: ModelProfile, plan: Plan) -> None:
     ranks = plan.axes.expert
     if ranks == 1:
         return
+    check_rules(plan)
     if not profile.experts:
         raise InputError(f"plan.axes.expert is {ranks}, but the model has no experts: set axes.expert to 1")
     numbers = sorted({layer.number for layer in profile.experts if layer.number % ranks})
     if numbers:
         raise InputError(f"plan.axes.expert is {ranks}, which does not divide the model's {numbers[0]} experts")
-    if plan.axes.shard > 1 and plan.axes.shard % ranks:
-        raise InputError(
-            f"plan.axes.expert is {ranks}, which does not divide axes.shard ({plan.axes.shard}): next to a shard axis,"
-            " experts are divided over its ranks"
-        )
 
 
 def expert_group(axes: Axes, cluster: Cluster, context_ranks: int = 1) -> RankGroup:

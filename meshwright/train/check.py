@@ -13,9 +13,10 @@ from meshwright.errors import InputError
 from meshwright.files.trust import environment_key
 from meshwright.job import Job
 from meshwright.numbers.limits import MOST_RANKS_HERE, MOST_RANKS_PER_CORE
-from meshwright.parallel.check import check_cast, check_runnable, check_sparse, checker_of_structure, needs_structure
+from meshwright.parallel.check import check_cast, check_sparse, checker_of_structure, needs_structure
 from meshwright.parallel.tensor.dimension_partition import check_dimension_partition
 from meshwright.plan import Plan
+from meshwright.plan_rules.table import check_rules
 from meshwright.train.build import (
     build_initialized_model,
     build_loading,
@@ -29,7 +30,6 @@ from meshwright.train.job_parts import JobParts
 from meshwright.train.loss.loss import check_sample_comparison, classify_loss
 from meshwright.train.loss.output_form import FakeModel
 from meshwright.train.loss.trial import find_loss, find_model_loss, is_from_torch
-from meshwright.train.shares.adaptive import check_measurable_on_gpus
 from meshwright.train.shares.check import check_global_batch, check_optimizer
 from meshwright.train.step.optimizer import build_optimizer
 from meshwright.train.step.sampling import check_sampling
@@ -43,29 +43,9 @@ def check_job(job: Job, plan: Plan, cluster: Cluster, parts: JobParts | None = N
     has been built from the job."""
     parts = parts or JobParts(job)
     environment_key()  # raises an error if the key that signs the run cannot be read
-    check_runnable(plan)
-    check_servers(plan)
-    if plan.gradients.servers and job.train.on_nonfinite == "rewind":
-        raise InputError(
-            "train.on_nonfinite is rewind, but workers of parameter servers cannot go back to a checkpoint, and"
-            f" gradients.servers is {plan.gradients.servers}: set train.on_nonfinite to skip or stop, or"
-            " gradients.servers to 0"
-        )
-    if plan.gradients.servers and job.train.on_spike != "ignore":
-        raise InputError(
-            f"train.on_spike is {job.train.on_spike}, but workers of parameter servers do not know each other's losses,"
-            f" and gradients.servers is {plan.gradients.servers}: leave out train.on_spike, or set"
-            " gradients.servers to 0"
-        )
-    if plan.gradients.servers and not job.checkpoint.frozen:
-        raise InputError(
-            "checkpoint.frozen is false, but parameter servers save all weights, and gradients.servers is"
-            f" {plan.gradients.servers}: leave out checkpoint.frozen, or set gradients.servers to 0"
-        )
+    check_rules(plan, **facts_of(job), device=cluster.kind)
     check_devices(plan, cluster)
     check_global_batch(plan, job.train.global_batch, job.data.partition, job.data.parts)
-    if plan.shares.adaptive and cluster.kind == "cuda":
-        check_measurable_on_gpus(plan)
     model = _check_model(job, plan, parts)
     if model is not None:
         check_sparse(plan, model, job.train.clip_norm)
@@ -101,30 +81,9 @@ def check_loss(job: Job, plan: Plan, parts: JobParts) -> None:
         check_sample_comparison(find_model_loss(build_initialized_model(job), parts.sample), plan)
 
 
-def check_servers(plan: Plan) -> None:
-    """Raises an `InputError` if the plan has parameter servers and an option that does not work with them. Synchronized
-    BatchNorm and split layers need communication between workers, but workers communicate with the servers only. A CUDA
-    graph of a whole step cannot include the communication with the servers."""
-    if not plan.gradients.servers:
-        return
-    if plan.numerics.batch_norm == "synchronized":
-        raise InputError(
-            "plan.numerics.batch_norm is synchronized, for which workers would have to wait for each other in every"
-            f" layer, but gradients.servers is {plan.gradients.servers}: set numerics.batch_norm to local, or"
-            " gradients.servers to 0"
-        )
-    if plan.compute.cuda_graphs and plan.compute.compile == "none":
-        raise InputError(
-            "plan.compute.cuda_graphs captures whole steps unless blocks are compiled, and such a CUDA graph cannot"
-            f" include the communication with parameter servers, but gradients.servers is {plan.gradients.servers}: set"
-            " compute.cuda_graphs to false, compute.compile to blocks, or gradients.servers to 0"
-        )
-    if plan.modules.splits:
-        raise InputError(
-            f"plan.modules.splits.{next(iter(plan.modules.splits))} divides a layer among ranks, which then have to"
-            f" communicate with each other, but gradients.servers is {plan.gradients.servers} and workers communicate"
-            " with the servers only: remove the split, or set gradients.servers to 0"
-        )
+def facts_of(job: Job) -> dict[str, Any]:
+    """What rules about a plan have to know of its job."""
+    return {"train": job.train, "checkpoint": job.checkpoint, "partition": job.data.partition}
 
 
 def check_devices(plan: Plan, cluster: Cluster) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from meshwright.errors import InputError
 from meshwright.job import Job, load_job, load_plan
 from meshwright.launch.environment import restart_times
 from meshwright.launch.heartbeat import Heartbeat
@@ -19,6 +18,7 @@ from meshwright.launch.signals import StopRequest
 from meshwright.launch.world import World
 from meshwright.parallel.exchange_names import ModelExchanges
 from meshwright.plan import Plan
+from meshwright.plan_rules.table import check_rules
 from meshwright.progress import phase, showing
 from meshwright.train.job_session import build_session
 from meshwright.train.output.folder import RunFolder
@@ -41,11 +41,7 @@ def train_rank(
 ) -> bool:
     """Trains as this rank of the world. Returns True if the run is finished, and False if it was stopped before its
     end. `began` is when this process began to run as a rank (`time.time`); None if that is not known."""
-    if plan.gradients.servers:
-        raise InputError(
-            f"the plan ({plan.summary()}) has parameter servers, which `meshwright train` starts only if no launcher"
-            " such as torchrun started it: run it without a launcher"
-        )
+    check_rules(plan, "launched ranks")
     if job.train.deterministic:
         torch.use_deterministic_algorithms(True)
     restart = restart_times() if world.rank == 0 else None

@@ -22,12 +22,13 @@ from meshwright.errors import InputError
 from meshwright.job_sections.sections import LossScaleSettings
 from meshwright.launch.world import World
 from meshwright.parallel.apply import FillWeights, apply
-from meshwright.parallel.check import check_no_servers, check_sparse
+from meshwright.parallel.check import check_sparse
 from meshwright.parallel.gather_samples import GatherSamples
 from meshwright.parallel.mesh import data_group
 from meshwright.parallel.model import ParallelModel
 from meshwright.parallel.weights.offload import offload_optimizer
 from meshwright.plan import Plan
+from meshwright.plan_rules.table import check_rules
 from meshwright.train.loop_checks.gradient_hooks import check_gradient_hooks, refuse_lost_hooks
 from meshwright.train.loss.finder import LossFinder
 from meshwright.train.loss.loss import LossFunction
@@ -90,10 +91,9 @@ class Session(OwnLoop):
     ) -> None:
         """`make_optimizer` is called with the parameters that this rank holds. With `on_nonfinite="skip"`, the update
         of a step whose loss or gradients are NaN or infinite is left out on all ranks, with `spikes` also that of a
-        spike. `target` is the key of the target in batches that are dicts. `frozen` are names of modules that stay in
-        evaluation mode. `sample` is a batch of any size, which only plans that split or cut the model need. `fill`
-        gives a model on the meta device its weights once the plan has divided it."""
-        check_no_servers(plan)
+        spike. `target` is the key of the target in batches that are dicts. `frozen` are modules that stay in evaluation
+        mode. `sample` is for plans that split or cut the model. `fill` makes the weights of one on the meta device."""
+        check_rules(plan, "session")
         self.plan = plan
         self.world = world
         target = target_key(target, loss is not None)

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from meshwright.errors import InputError
-from meshwright.parallel.check import check_embeddings, check_plan, check_runnable
+from meshwright.parallel.check import check_embeddings, check_plan
 from meshwright.plan import Plan
+from meshwright.plan_rules.table import check_rules
 
 
 class FeedForward(nn.Module):
@@ -104,7 +105,7 @@ def test_models_that_take_derivatives_refuse_what_torch_cannot_differentiate_twi
 )
 def test_nnpack_is_refused_with_what_would_not_use_it(other: dict[str, str], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        check_runnable(Plan.model_validate({"compute": {"convolutions": "nnpack", **other}}))
+        check_rules(Plan.model_validate({"compute": {"convolutions": "nnpack", **other}}))
 
 
 class Mixture(nn.Module):
@@ -162,7 +163,7 @@ def test_an_expert_axis_needs_experts() -> None:
 )
 def test_what_cannot_be_executed_is_refused(plan: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        check_runnable(Plan.model_validate(plan))
+        check_rules(Plan.model_validate(plan))
 
 
 DIVIDED = [{"axes": {"replicate": 2}}, {"axes": {"shard": 2}}, {"axes": {"replicate": 2, "expert": 2}}]

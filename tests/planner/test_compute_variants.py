@@ -11,11 +11,11 @@ from torch import nn
 
 from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError
-from meshwright.parallel.check import check_runnable
 from meshwright.parallel.compiled import compile_model
 from meshwright.plan import Plan
 from meshwright.plan_fields.effects import Numerics
 from meshwright.plan_fields.groups import MIB
+from meshwright.plan_rules.table import check_rules
 from meshwright.planner.compute_variants import ModelTraits, best_variant, plan_that_fits, variants_to_time
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
@@ -69,7 +69,7 @@ def choose(
     )
     assert prediction.step_s == predict(plan, **options).step_s
     assert plan.stays_within(inputs.allow if plan.numerics.precision == "fp32" else "changes")
-    check_runnable(plan)
+    check_rules(plan)
     return plan.compute.model_dump(exclude_defaults=True)
 
 
@@ -212,7 +212,7 @@ def test_buckets_and_casts_of_weights_are_chosen_where_they_are_faster(
         Plan.model_validate(groups), plain_prediction(), inputs, predict_exchange, ModelTraits(blocks=False)
     )
     assert (plan.numerics.cast, plan.gradients.bucket_bytes) == (cast, bucket_mib * MIB)
-    check_runnable(plan)
+    check_rules(plan)
 
 
 def test_weights_that_are_gathered_in_bf16_take_half_the_bytes_and_no_casts() -> None:
@@ -289,7 +289,7 @@ def timed(
     plan = Plan.model_validate(groups)
     variants = variants_to_time(plan, inputs, lambda plan: predict(plan, **options), ModelTraits(images, True, 0.0))
     for variant, _ in variants:
-        check_runnable(variant)
+        check_rules(variant)
         assert variant.model_copy(update={"compute": plan.compute}) == plan
     return [(plan.compute.model_dump(exclude_defaults=True), step_s) for plan, step_s in variants]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.parallel.check import check_runnable
 from meshwright.plan import Plan
+from meshwright.plan_rules.table import check_rules
 from meshwright.proof.prove import with_fixed_precision
 from tests.proof.cases import LOSSES, proof_request, prove_in_pool, random_request
 from tests.proof.injected_fault import ScaledGradients
@@ -136,7 +136,7 @@ def test_fifty_random_plans_give_no_false_alarm(tmp_path: Path) -> None:
 
 def test_auto_precision_can_be_proved() -> None:
     auto = Plan.model_validate({"axes": {"replicate": 2}, "numerics": {"precision": "auto"}})
-    check_runnable(with_fixed_precision(auto, "fp64"))
+    check_rules(with_fixed_precision(auto, "fp64"))
     named = Plan.model_validate({"numerics": {"precision": "fp16"}})
     assert with_fixed_precision(named, "fp64") is named
 

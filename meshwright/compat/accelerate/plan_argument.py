@@ -7,6 +7,7 @@ from typing import Literal
 from meshwright.compat.plan_argument import PlanArgument, read_plan, with_precision
 from meshwright.errors import InputError
 from meshwright.plan import Plan
+from meshwright.plan_rules.table import refusal
 
 _PRECISIONS: dict[str, Literal["fp32", "bf16", "fp16"]] = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 
@@ -36,34 +37,8 @@ def plan_of_argument(
 
 def check_plan(plan: Plan) -> None:
     """Raises an `InputError` if a loop of Accelerate cannot run the plan."""
-    reason = _why_not(plan)
-    if reason is not None:
+    if (reason := refusal(plan, "Accelerate")) is not None:
         raise InputError(
             f"loops of Accelerate cannot run the plan ({plan.summary()}): {reason}; or train with mw.parallelize"
             " (docs/loops.md)"
         )
-
-
-def _why_not(plan: Plan) -> str | None:
-    """Returns why a loop of Accelerate cannot run the plan, and what to change; None if it can."""
-    axes = [axis for axis in ("context", "tensor", "pipeline", "expert") if getattr(plan.axes, axis) > 1]
-    if axes:
-        return f"axes.{axes[0]} is {getattr(plan.axes, axes[0])}: choose a plan of replicas and shards"
-    if plan.modules.splits or plan.modules.branches:
-        return "it divides layers: choose a plan of replicas and shards"
-    if plan.shares.shards:
-        return "shares.shards gives ranks unequal shards: leave it out"
-    if plan.gradients.servers:
-        return "only `meshwright train` starts parameter servers: set gradients.servers to 0"
-    if plan.memory.accumulation > 1:
-        return (
-            f"memory.accumulation is {plan.memory.accumulation}: set it to 1, and accumulate with"
-            " Accelerator(gradient_accumulation_steps=…)"
-        )
-    if plan.gradients.local_steps > 1:
-        return "set gradients.local_steps to 1"
-    if plan.gradients.powersgd_rank:
-        return "set gradients.powersgd_rank to 0"
-    if plan.numerics.precision == "fp16" and plan.axes.shard > 1:
-        return "numerics.precision is fp16 and weights are sharded: choose bf16, or replicas"
-    return None

@@ -6,13 +6,11 @@ from typing import Literal
 from meshwright.compat.plan_argument import (
     PlanArgument,
     read_plan,
-    refuse_adaptive_shares,
-    refuse_shards,
     with_precision,
 )
 from meshwright.errors import InputError
 from meshwright.plan import Plan
-from meshwright.train.loop_checks.own_backward import why_only_step
+from meshwright.plan_rules.table import check_rules, refusal
 
 CheckpointFormat = Literal["lightning", "meshwright"]
 _OPTIONS = (
@@ -63,24 +61,9 @@ def check_options(options: Iterable[str]) -> None:
 
 def check_loop_plan(plan: Plan) -> None:
     """Raises an `InputError` if Lightning's training loop cannot run the plan on a whole module."""
-    axes = [axis for axis in ("context", "tensor", "pipeline", "expert") if getattr(plan.axes, axis) > 1]
-    if axes or plan.modules.splits or plan.modules.branches:
-        what = f"axes.{axes[0]} is {getattr(plan.axes, axes[0])}" if axes else "it divides layers"
-        raise InputError(
-            f"the plan ({plan.summary()}) cannot run on a whole LightningModule, because {what}: define the hook"
-            " session(self, plan) that returns mw.parallelize(…) of the part that is the model, or choose a plan of"
-            " replicas and shards"
-        )
-    refuse_adaptive_shares(plan, "Lightning")
-    refuse_shards(plan, "Lightning")
-    if plan.gradients.servers:
-        raise InputError(
-            f"the plan ({plan.summary()}) has parameter servers, which only `meshwright train` starts: set"
-            " gradients.servers to 0"
-        )
-    reason = why_only_step(plan)
-    if reason is not None:
-        raise InputError(f"Lightning's loop cannot run the plan ({plan.summary()}): {reason}")
+    check_rules(plan, "library", caller="Lightning")
+    if (reason := refusal(plan, "Lightning")) is not None:
+        raise InputError(f"Lightning's loop cannot run the plan ({plan.summary()}) on a whole module: {reason}")
 
 
 def check_ranks(plan: Plan, ranks: int) -> None:

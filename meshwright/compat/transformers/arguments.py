@@ -7,7 +7,7 @@ from transformers import TrainingArguments
 from meshwright.compat.plan_argument import PlanArgument, read_plan, with_precision
 from meshwright.errors import InputError
 from meshwright.plan import Plan
-from meshwright.train.loop_checks.own_backward import why_only_step
+from meshwright.plan_rules.table import refusal
 
 # Arguments that are refused if they are set, and what to do instead.
 _NOT_OFFERED = {
@@ -78,35 +78,6 @@ def with_arguments_precision(plan: Plan, args: TrainingArguments, *, plan_decide
 
 def checked_plan(plan: Plan, args: TrainingArguments) -> Plan:
     """Returns the plan. Raises an `InputError` if Trainer's loop cannot run it, or not with these arguments."""
-    reason = _why_not(plan, args)
-    if reason is not None:
+    if (reason := refusal(plan, "transformers", arguments=args)) is not None:
         raise InputError(f"MeshwrightTrainer cannot run the plan ({plan.summary()}): {reason}")
     return plan
-
-
-def _why_not(plan: Plan, args: TrainingArguments) -> str | None:
-    """Returns why Trainer's loop cannot run the plan; None if it can."""
-    if plan.axes.pipeline > 1:
-        return "a pipeline needs session.step, and Trainer makes its steps itself: choose other axes"
-    if plan.gradients.servers:
-        return "only `meshwright train` starts parameter servers: set gradients.servers to 0"
-    if plan.axes.context > 1:
-        return f"axes.context is {plan.axes.context}: choose a plan that divides no sequences, or use mw.parallelize"
-    if plan.shares.shards:
-        return "shares.shards gives ranks unequal shards, which checkpoints of transformers do not know: leave it out"
-    if plan.memory.accumulation > 1:
-        return "memory.accumulation is above 1: set it to 1, and give gradient_accumulation_steps to TrainingArguments"
-    if plan.modules.branches:
-        return (
-            "its branches are weights of one rank only, which checkpoints of transformers cannot hold: leave them out"
-        )
-    if plan.numerics.precision in ("fp8", "auto"):
-        return f"numerics.precision is {plan.numerics.precision}: choose fp32, tf32 or bf16"
-    if args.gradient_checkpointing and plan.memory.recompute != "none":
-        return f"it recomputes activations (memory.recompute: {plan.memory.recompute}), as gradient_checkpointing does"
-    divides = plan.world_size > plan.axes.replicate
-    if divides and getattr(args, "predict_with_generate", False):
-        return "predict_with_generate needs whole weights on every rank: choose a plan with replicas only"
-    if plan.axes.tensor > 1 and args.include_num_input_tokens_seen != "no":
-        return "include_num_input_tokens_seen would count tokens once for each tensor rank: leave it out"
-    return why_only_step(plan)

@@ -16,6 +16,7 @@ from meshwright.files.storage import write_atomically
 from meshwright.files.yaml_file import read_mapping
 from meshwright.job import Job, load_plan
 from meshwright.plan import Plan
+from meshwright.plan_rules.table import check_rules
 
 _FILES = {"deepspeed": "ds_config.json", "accelerate": "accelerate.yaml", "torchrun": "torchrun.sh"}
 _WRITERS: dict[str, Callable[[PlannedTraining], Configuration]] = {
@@ -69,10 +70,7 @@ def export_plan(
 
 
 def _training(plan: Plan, job: Job | None, cluster: Cluster | None) -> PlannedTraining:
-    if plan.gradients.servers:
-        raise InputError(
-            f"the plan ({plan.summary()}) has parameter servers, which no other program has: set gradients.servers to 0"
-        )
+    check_rules(plan, "export")
     if cluster is None:
         return PlannedTraining(plan, job, "cuda")
     if plan.world_size > cluster.device_count:

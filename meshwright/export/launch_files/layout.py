@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError
 from meshwright.plan import Plan
+from meshwright.plan_rules.table import check_rules
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,7 @@ def lay_out(
     what is None follows from the plan and the cluster. `loader_processes` load the data of a rank; they count where the
     machines with the GPUs are not described. `is_searched`: the plan was found for this cluster, so that the layout
     must fit into it. Raises an `InputError` with the numbers if they contradict each other."""
-    if plan.gradients.servers:
-        raise InputError(
-            f"the plan ({plan.summary()}) has parameter servers, which `meshwright train` starts only by itself, on one"
-            " machine: set gradients.servers to 0"
-        )
+    check_rules(plan, "launch files")
     _check_plan_fills_cluster(plan, cluster, is_searched)
     _check_gpus(cluster, gpus_per_node)
     layout_nodes, ranks_per_node = _divide(plan, cluster, nodes, gpus_per_node)

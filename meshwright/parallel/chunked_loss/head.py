@@ -18,26 +18,6 @@ from meshwright.plan import Plan
 _OFF = "set compute.loss_chunks to 1"
 
 
-def check_loss_chunks(plan: Plan) -> None:
-    """Raises an `InputError` if the plan computes the loss in chunks and has another choice that does not support
-    this, for any model."""
-    if plan.compute.loss_chunks == 1:
-        return
-    axes = plan.axes
-    reasons = {
-        "layers that are split or placed on ranks": axes.tensor > 1 or bool(plan.modules.splits),
-        "a pipeline": axes.pipeline > 1,
-        "sequences that are divided over the context axis": axes.context > 1,
-        "numerics.precision fp8": plan.numerics.precision == "fp8",
-    }
-    reason = next((words for words, holds in reasons.items() if holds), None)
-    if reason is not None:
-        raise InputError(
-            f"plan.compute.loss_chunks is {plan.compute.loss_chunks}, which does not work with {reason}, but the plan"
-            f" is {plan.summary()}: {_OFF}, or change the other choice"
-        )
-
-
 def head_to_join(plan: Plan, model: nn.Module, head: Callable[[], str | None]) -> str:
     """Returns the name of the head that is joined with the loss under a plan with `loss_chunks`. Raises an `InputError`
     if the model has no such head, or one that the plan cannot join. `head` finds the head of the model."""

@@ -1,5 +1,4 @@
-"""Checks whether the expert axis of a plan can run, in general and on a given model. Errors say what can run
-instead."""
+"""Checks whether the expert axis of a plan can run on a given model. Errors say what can run instead."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,51 +8,6 @@ from torch import nn
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.profile.experts import ExpertLayer, find_expert_layers, parameter_names
-
-
-def check_expert_axis(plan: Plan) -> None:
-    """Raises an `InputError` if the expert axis does not go together with the rest of the plan."""
-    axes, ranks = plan.axes, plan.axes.expert
-    if ranks == 1:
-        return
-    if axes.shard > 1 and axes.shard % ranks:
-        raise InputError(
-            f"plan.axes.expert is {ranks} and plan.axes.shard is {axes.shard}: next to a shard axis, experts are"
-            f" divided over its ranks, so axes.expert has to divide axes.shard: choose a divisor of {axes.shard}, or"
-            f" set axes.shard to {ranks * max(1, axes.shard // ranks)}"
-        )
-    conflicts = (
-        (
-            plan.pipeline.schedule in ("zero_bubble", "zbv") and axes.pipeline > 1,
-            f"pipeline.schedule is {plan.pipeline.schedule}, which runs the backward pass in two parts",
-            "choose gpipe, 1f1b or interleaved_1f1b",
-        ),
-        (
-            any(split.axis == "replicate" and split.kind != "none" for split in plan.modules.splits.values()),
-            "modules.splits splits a layer over the replicate axis",
-            "remove the split",
-        ),
-        (
-            plan.memory.offload == "parameters",
-            "memory.offload is parameters",
-            "set memory.offload to optimizer or none",
-        ),
-        (plan.numerics.cast == "weights", "numerics.cast is weights", "set numerics.cast to operators"),
-        (plan.numerics.precision == "fp8", "numerics.precision is fp8", "choose bf16"),
-        (plan.compute.cuda_graphs, "compute.cuda_graphs is true", "set compute.cuda_graphs to false"),
-        (
-            plan.compute.fused_optimizer and axes.shard > 1,
-            f"axes.shard is {axes.shard} and compute.fused_optimizer is true, whose kernels do not update weights of"
-            " different meshes together",
-            "set compute.fused_optimizer to false",
-        ),
-    )
-    for conflicting, what, instead in conflicts:
-        if conflicting:
-            raise InputError(
-                f"plan.axes.expert is {ranks}, but plan.{what}, and they do not go together: {instead}, or set"
-                " axes.expert to 1"
-            )
 
 
 @dataclass(frozen=True)

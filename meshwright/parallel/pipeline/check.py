@@ -15,11 +15,6 @@ _MOST_NAMED = 12  # places in an error message
 def check_pipeline(plan: Plan, structure: Structure) -> None:
     ranks, pipeline = plan.axes.pipeline, plan.pipeline
     if ranks == 1:
-        if pipeline.cuts:
-            raise InputError(
-                f"plan.pipeline has {len(pipeline.cuts)} cuts, but plan.axes.pipeline is 1: set it to the number of"
-                " ranks that share the stages, or leave the cuts out"
-            )
         return
     stages = len(pipeline.cuts) + 1
     required = ranks * STAGES_PER_RANK.get(pipeline.schedule, max(1, stages // ranks))
@@ -35,7 +30,6 @@ def check_pipeline(plan: Plan, structure: Structure) -> None:
             "plan.axes.pipeline: chance or data decide which modules of this model run in training, so it cannot be cut"
             " into stages"
         )
-    check_microbatches(plan)
     cuts = cuts_of_plan(plan, structure)
     if plan.axes.shard > 1:
         _check_shared_parameters(plan, structure, cuts)
@@ -76,20 +70,3 @@ def shared_between_stages_error(name: str, plan: Plan, users: set[int] | None = 
         f"plan.axes.shard is {plan.axes.shard} and cannot divide {name}: {stages} use it, and {plan.pipeline.schedule}"
         f" has some of them on one rank; choose the schedule {schedules}, or replicate in the place of shard"
     )
-
-
-def check_microbatches(plan: Plan) -> None:
-    """Refuses the numbers of microbatches that PyTorch's schedules refuse."""
-    schedule, ranks, microbatches = plan.pipeline.schedule, plan.axes.pipeline, plan.pipeline.microbatches
-    if schedule == "1f1b" and microbatches < ranks:
-        raise InputError(
-            f"plan.pipeline.microbatches is {microbatches}, but 1f1b needs as many as ranks: choose at least {ranks},"
-            " or gpipe"
-        )
-    rounds = max(1, microbatches // ranks)
-    if schedule in ("interleaved_1f1b", "zero_bubble") and microbatches % rounds:
-        below = microbatches - microbatches % ranks
-        raise InputError(
-            f"plan.pipeline.microbatches is {microbatches}, which {schedule} cannot run in {rounds} rounds on {ranks}"
-            f" ranks: choose {below} or {below + ranks}"
-        )

@@ -153,13 +153,6 @@ def check_splits(model: nn.Module, plan: Plan, structure: Structure) -> None:
             f"plan.axes.tensor is {plan.axes.tensor}, but there is no layer to split, so its ranks would all compute"
             " the same: set axes.tensor to 1, or name layers in plan.modules.splits"
         )
-    for coupled in splits:
-        ranks = getattr(plan.axes, coupled.axis)
-        if ranks == 1 and coupled.axis == "replicate":
-            raise InputError(
-                f"plan.modules.splits.{coupled.splits[0].module} is split over the replicate axis, but"
-                " plan.axes.replicate is 1: set axes.replicate to 2 or more, or remove the split"
-            )
 
 
 def check_names(modules: Modules, model: nn.Module, structure: Structure) -> None:

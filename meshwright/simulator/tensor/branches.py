@@ -35,6 +35,7 @@ from meshwright.dtypes import ITEM_BYTES
 from meshwright.errors import InputError, did_you_mean
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Modules
+from meshwright.plan_rules.table import check_rules
 from meshwright.profile.values import MemoryChange, ModelProfile, Operator, Phase, TraceSegment
 from meshwright.simulator.tensor.messages import TensorMessage
 
@@ -45,12 +46,6 @@ def places_branches(plan: Plan) -> bool:
 
 
 def check_branches(profile: ModelProfile, plan: Plan) -> None:
-    if plan.axes.pipeline > 1:
-        raise InputError(
-            f"plan.modules.branches.{next(iter(plan.modules.branches))} is placed on one rank of the tensor axis, which"
-            f" a pipeline does not support, but the plan is {plan.summary()}: remove the branches, or set axes.pipeline"
-            " to 1"
-        )
     layers = {layer for segment in profile.segments for layer in _layers(segment)}
     for name in plan.modules.branches:
         if not any(is_inside(layer, name) for layer in layers):
@@ -72,6 +67,7 @@ def branch_rank_profiles(profile: ModelProfile, plan: Plan) -> tuple[ModelProfil
     a branch is split. If the plan places no branches, the result is one unchanged profile for all ranks."""
     if not places_branches(plan):
         return (profile,)
+    check_rules(plan)
     check_branches(profile, plan)
     whole = without_branch_splits(profile, plan)
     return tuple(

@@ -22,7 +22,6 @@ from meshwright.data.batch import Batch, LoadingOptions
 from meshwright.data.share_table import ROWS, ShareTable
 from meshwright.errors import InputError
 from meshwright.parallel.model import ParallelModel
-from meshwright.plan import Plan
 from meshwright.plan_fields.shares import share_sizes
 from meshwright.train.shares.controller import SpeedState, decide, observe
 from meshwright.train.shares.step_clock import DeviceClock, HostClock, StepClock
@@ -206,22 +205,8 @@ class AdaptiveShares:
 
 
 def make_adaptive_shares(parallel: ParallelModel, rank: int, ranks: int) -> AdaptiveShares | None:
-    """Returns the adaptive shares of a plan; None if it has none, or a single data rank. Raises an `InputError` if
-    speeds cannot be measured under the plan."""
+    """Returns the adaptive shares of a plan; None if it has none, or a single data rank."""
     plan = parallel.plan
     if not plan.shares.adaptive or plan.data_ranks == 1:
         return None
-    if parallel.device.type == "cuda":
-        check_measurable_on_gpus(plan)
     return AdaptiveShares(parallel, rank, ranks)
-
-
-def check_measurable_on_gpus(plan: Plan) -> None:
-    """Raises an `InputError` if ranks on GPUs exchange something in a forward pass: the device would count the time in
-    which it waits for other ranks."""
-    if plan.world_size > plan.axes.replicate or plan.axes.expert > 1 or plan.numerics.batch_norm == "synchronized":
-        raise InputError(
-            f"plan.shares.adaptive is true, but GPUs exchange data in the forward pass of the plan ({plan.summary()}),"
-            " so that the time of each rank alone is not seen: give shares.samples instead, or a plan with the"
-            " replicate axis only and local BatchNorm"
-        )

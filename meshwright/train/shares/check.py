@@ -7,6 +7,7 @@ from meshwright.errors import InputError
 from meshwright.numbers.limits import check_count
 from meshwright.plan import Plan
 from meshwright.plan_fields.shares import describe_shares, fewest_parts, share_sizes
+from meshwright.plan_rules.table import check_rules
 from meshwright.profile.optimizer import is_elementwise
 
 
@@ -30,8 +31,9 @@ def check_global_batch(plan: Plan, global_batch: int, partition: str = "batch", 
             f" gives data rank {rank} {needed}: raise the global batch, give that rank a larger share, or reduce"
             " memory.accumulation or pipeline.microbatches"
         )
+    check_rules(plan, partition=partition)
     if partition == "sample":
-        check_parts(plan, parts)
+        _check_parts(plan, parts)
 
 
 def check_optimizer(plan: Plan, optimizer: Optimizer) -> None:
@@ -45,14 +47,9 @@ def check_optimizer(plan: Plan, optimizer: Optimizer) -> None:
         )
 
 
-def check_parts(plan: Plan, parts: int | None) -> None:
+def _check_parts(plan: Plan, parts: int | None) -> None:
     """Raises an `InputError` if fixed parts of a data set cannot be given to ranks in the plan's shares."""
     samples = plan.shares.samples
-    if plan.shares.adaptive:
-        raise InputError(
-            "plan.shares.adaptive is true, but data.partition is sample: parts of the data set stay on their ranks, so"
-            " shares cannot move: set data.partition to batch, or shares.adaptive to false"
-        )
     if samples and parts is not None and 0 in share_sizes(parts, samples):
         raise InputError(
             f"data.parts is {parts}, too few for plan.shares.samples [{describe_shares(samples)}], by which some rank"

@@ -35,9 +35,10 @@ from meshwright.numbers.limits import is_number
 from meshwright.parallel.model import ParallelModel
 from meshwright.parallel.replicate.unused import UnusedParameters
 from meshwright.plan_fields.shares import describe_shares
+from meshwright.plan_rules.table import refusal
 from meshwright.train.loop_checks.copies import WeightCopies
 from meshwright.train.loop_checks.gradient_hooks import LateHooks
-from meshwright.train.loop_checks.own_backward import describe_loss, why_only_step
+from meshwright.train.loop_checks.own_backward import describe_loss
 from meshwright.train.loop_checks.padding import Collation, changes_loss
 from meshwright.train.loop_checks.settings import Settings, read_settings
 from meshwright.train.loss.global_mean import GlobalMean, is_mean_of_ranks
@@ -394,5 +395,5 @@ class OwnLoop:
             check(data, together)
 
     def _check_plan(self, method: str) -> None:
-        if reason := why_only_step(self._parallel.plan):
+        if reason := refusal(self._parallel.plan, "own loop"):
             raise InputError(f"session.{method} cannot run under the plan ({self._parallel.plan.summary()}): {reason}")

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.errors import InputError
-from meshwright.parallel.check import check_runnable
 from meshwright.parallel.weights.offload import host_copies, step_on_host
 from meshwright.plan import Plan
+from meshwright.plan_rules.table import check_rules
 from meshwright.train.session import Session
 from tests.ranks import RankPool
 from tests.train.one_process import equal_states, world
@@ -193,4 +193,4 @@ def test_shards_on_cpu_ranks_need_no_offload(two: RankPool, tmp_path: Path) -> N
 )
 def test_a_plan_that_cannot_offload_is_refused(plan: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        check_runnable(Plan.model_validate(plan))
+        check_rules(Plan.model_validate(plan))

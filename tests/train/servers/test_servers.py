@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import InputError
+from meshwright.plan_rules.table import check_rules
 from meshwright.proof.prove import check_request
 from meshwright.proof.request import ProofRequest
-from meshwright.train.check import check_servers
 from meshwright.train.session import Session
 from tests.soaked import all_but
 from tests.train.runs.test_equal_to_one_process import BATCH, CASES, Points, assert_equal, bare_loop
@@ -108,11 +108,11 @@ def test_updates_with_gradients_that_overflow_fp16_are_skipped(updates: str) -> 
 
 
 def test_plan_fields_that_servers_cannot_combine_with_are_refused() -> None:
-    check_servers(server_plan(2, 1))
+    check_rules(server_plan(2, 1))
     with pytest.raises(InputError, match="batch_norm is synchronized"):
-        check_servers(server_plan(2, 1, numerics={"batch_norm": "synchronized"}))
+        check_rules(server_plan(2, 1, numerics={"batch_norm": "synchronized"}))
     with pytest.raises(InputError, match="cuda_graphs"):
-        check_servers(server_plan(1, 1, compute={"cuda_graphs": True}))
+        check_rules(server_plan(1, 1, compute={"cuda_graphs": True}))
     request = ProofRequest(subject=None, plan=server_plan(2, 1, gradients={"updates": "asynchronous"}))  # type: ignore[arg-type]
     with pytest.raises(InputError, match="prove takes synchronous ones"):
         check_request(request)

@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import meshwright as mw
 from meshwright.errors import InputError
 from meshwright.plan import Plan
+from meshwright.plan_rules.table import check_rules
 from meshwright.train.session import Session
-from meshwright.train.shares.adaptive import ShareDecision, check_measurable_on_gpus
+from meshwright.train.shares.adaptive import ShareDecision
 from tests.ranks import RankPool
 
 STEPS, BATCH = 45, 12
@@ -176,6 +177,6 @@ def test_batches_that_the_session_does_not_divide_are_refused(two: RankPool) -> 
 
 
 def test_gpus_that_exchange_in_the_forward_pass_cannot_be_measured() -> None:
-    check_measurable_on_gpus(Plan.model_validate({"axes": {"replicate": 2}, "shares": "adaptive"}))
+    check_rules(Plan.model_validate({"axes": {"replicate": 2}, "shares": "adaptive"}), device="cuda")
     with pytest.raises(InputError, match=r"GPUs exchange data in the forward pass of the plan \(shard 2"):
-        check_measurable_on_gpus(Plan.model_validate({"axes": {"shard": 2}, "shares": "adaptive"}))
+        check_rules(Plan.model_validate({"axes": {"shard": 2}, "shares": "adaptive"}), device="cuda")

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from meshwright.errors import InputError, TrainingDiverged
-from meshwright.parallel.check import check_cast, check_runnable
+from meshwright.parallel.check import check_cast
 from meshwright.parallel.weights.layout import local_tensor
 from meshwright.plan import Plan
+from meshwright.plan_rules.table import check_rules
 from meshwright.train.session import Session
 from meshwright.train.step.loss_scale import INTERVAL, START, LossScale
 from tests.proof.matrix import plan_of
@@ -189,7 +190,7 @@ def test_the_factor_grows_after_many_good_steps_and_is_saved() -> None:
 )
 def test_plans_whose_numerics_do_not_combine_are_refused(plan: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
-        check_runnable(Plan.model_validate(plan))
+        check_rules(Plan.model_validate(plan))
 
 
 def test_gradients_that_never_become_finite_end_the_run() -> None:
