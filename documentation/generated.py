@@ -7,6 +7,7 @@ from documentation.drawings.files import drawing_files
 from documentation.reference.command_line import command_line_page
 from documentation.reference.fields import cluster_page, job_page, plan_page
 from documentation.reference.python_api import python_page
+from documentation.reference.rules import rules_page
 
 
 def generated_files() -> dict[str, str]:
@@ -16,6 +17,7 @@ def generated_files() -> dict[str, str]:
         "reference/job.md": job_page(),
         "reference/plan.md": plan_page(),
         "reference/cluster.md": cluster_page(),
+        "reference/rules.md": rules_page(),
         "reference/python.md": python_page(),
         **drawing_files(),
     }

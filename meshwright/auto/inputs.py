@@ -27,6 +27,7 @@ from meshwright.profile.structure.model_structure import ModelStructure
 from meshwright.profile.tracing.step import LossFunction
 from meshwright.progress import phase
 from meshwright.train.build import build_data, sample_batch
+from meshwright.train.check import facts_of
 from meshwright.train.job_parts import JobParts
 from meshwright.train.loop_checks.optimizer_trial import checker_of_optimizer
 from meshwright.train.step.optimizer import build_optimizer, can_fuse_on_gpus
@@ -70,7 +71,7 @@ def planning_inputs(
         allow=allow or job.allow,
         top=top,
         even_shares=even_shares,
-        check_plan=_checker(structure, optimizer),
+        check_plan=_checker(structure, optimizer, **facts_of(job), device=cluster.kind),
         epoch_samples=len(training_set) if hasattr(training_set, "__len__") and not training.is_generated else None,
         can_fuse_optimizer=on_gpu and _can_fuse(optimizer, structure.model),
         checkpoint_copies=job.checkpoint.asynchronous,
@@ -101,7 +102,7 @@ def model_planning_inputs(
         global_batch,
         optimizer_cost(optimizer, on_gpu),
         allow=allow,
-        check_plan=_checker(structure, optimizer),
+        check_plan=_checker(structure, optimizer, device=cluster.kind),
         can_fuse_optimizer=on_gpu and optimizer is not None and _can_fuse(optimizer, model),
     )
     return constrained(inputs, constraints), _profiles(structure, loss, on_gpu)
@@ -124,8 +125,10 @@ def question_inputs(
     return model_planning_inputs(model, sample, machines, constraints=constraints, **options)
 
 
-def _checker(structure: ModelStructure, optimizer: torch.optim.Optimizer | None) -> Callable[[Plan], None]:
-    check_structure, check_optimizer = checker_of_structure(structure), checker_of_optimizer(optimizer)
+def _checker(
+    structure: ModelStructure, optimizer: torch.optim.Optimizer | None, **facts: Any
+) -> Callable[[Plan], None]:
+    check_structure, check_optimizer = checker_of_structure(structure, **facts), checker_of_optimizer(optimizer)
 
     def check_plan(plan: Plan) -> None:
         check_optimizer(plan)

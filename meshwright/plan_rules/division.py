@@ -77,7 +77,7 @@ _MODULES = (
         _PLAN,
     ),
     Rule(
-        "over_replicate and world_size > axes.replicate",
+        "over_replicate and has_other_axes",
         "plan.modules.splits.{over_replicate[0]} splits a layer over the replicate axis, which needs all other axes to"
         " be 1, but the plan is {plan.summary()}",
         "remove the split, or set the other axes to 1",
@@ -168,7 +168,7 @@ _SHARES = (
     ),
     Rule(
         "device == 'cuda' and shares.adaptive and data_ranks > 1 and"
-        " (world_size > axes.replicate or axes.expert > 1 or numerics.batch_norm == 'synchronized')",
+        " (has_other_axes or axes.expert > 1 or numerics.batch_norm == 'synchronized')",
         "plan.shares.adaptive is true, but GPUs exchange data in the forward pass of the plan ({plan.summary()}), so"
         " that the time of each rank alone is not seen",
         "give shares.samples instead, or a plan with the replicate axis only and local BatchNorm",

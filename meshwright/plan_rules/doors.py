@@ -117,7 +117,7 @@ DOORS = (
         where=("transformers",),
     ),
     Rule(
-        "world_size > axes.replicate and getattr(arguments, 'predict_with_generate', False)",
+        "has_other_axes and getattr(arguments, 'predict_with_generate', False)",
         "predict_with_generate needs whole weights on every rank",
         "choose a plan with replicas only",
         ("transformers",),

@@ -8,7 +8,7 @@ _REPLACED = "gradients.{replaces_all_reduce[0]}"
 
 GRADIENTS = (
     Rule(
-        "replaces_all_reduce and (world_size > axes.replicate or axes.expert > 1)",
+        "replaces_all_reduce and (has_other_axes or axes.expert > 1)",
         f"{_REPLACED} is {{getattr(gradients, replaces_all_reduce[0])}}, which works with the replicate axis only, but"
         " the plan has other axes, too",
         "set their sizes to 1, or leave it out",

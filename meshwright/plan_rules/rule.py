@@ -20,6 +20,7 @@ from meshwright.plan_fields.shares import describe_shares
 DERIVED = {
     "data_ranks": "axes.replicate * axes.shard",
     "world_size": "axes.replicate * axes.shard * axes.context * axes.tensor * axes.pipeline",
+    "has_other_axes": "axes.shard > 1 or axes.context > 1 or axes.tensor > 1 or axes.pipeline > 1",
     "stages": "len(pipeline.cuts) + 1",
     "replaces_all_reduce": (
         "['servers'] * (gradients.servers > 0) + ['local_steps'] * (gradients.local_steps > 1)"
@@ -63,11 +64,16 @@ class Rule:
 
     def refuses_all(self, names: dict[str, Any], known: Set[str]) -> bool:
         """Whether the condition is true whatever values those fields of the plan have that are not `known`."""
-        return self.facts <= names.keys() and _truth(_parsed(self.when), names, known) is True
+        return _truth(_parsed(self.when), names, known) is True
 
     def message(self, names: dict[str, Any]) -> str:
         text = f"{self.why}: {self.instead}" if self.instead else self.why
         return re.sub(r"\{(.+?)\}", lambda braces: _text(eval(_compiled(braces[1]), names)), text)
+
+    @cached_property
+    def fields(self) -> frozenset[str]:
+        """The fields of a plan that the condition depends on."""
+        return frozenset(_fields(_parsed(self.when)))
 
     @cached_property
     def facts(self) -> frozenset[str]:
@@ -112,6 +118,7 @@ def _compiled(expression: str) -> CodeType:
     return _code_of(_parsed(expression))
 
 
+@cache
 def _code_of(tree: ast.expr) -> CodeType:
     return compile(ast.fix_missing_locations(ast.Expression(tree)), "<rule>", "eval")
 

@@ -40,6 +40,6 @@ def check_rules(plan: PlanGroup, where: str = "run", **facts: Any) -> None:
 def contradiction(plan: PlanGroup, known: Set[str], **facts: Any) -> str | None:
     """Returns why `--fix` can have no plan with the values that the `known` fields have in this one, whatever the
     others are; None if no rule refuses all of them."""
-    names, places = names_of(plan, facts), {"plan", "run", "fix"}
-    refusing = (rule for rule in RULES if places & {*rule.where} and rule.refuses_all(names, known))
-    return next((rule.message(names) for rule in refusing), None)
+    names = names_of(plan, facts)
+    rules = [rule for where in ("plan", "run", "fix") for rule in rules_of(where, frozenset(facts))]
+    return next((rule.message(names) for rule in rules if rule.refuses_all(names, known)), None)

@@ -80,7 +80,7 @@ def best_variant(
         in_chunks = _chunks(plan, prediction, traits, CHUNK_TOKENS[:2])
         compilations = _compilations(plan, inputs, traits.blocks)
         images = _image_kernels(plan, inputs, traits.images)
-        groups = [images, _optimizers(inputs), compilations, in_chunks, _casts(plan, inputs), *groups]
+        groups = [images, _optimizers(inputs), compilations, in_chunks, _casts(inputs), *groups]
     for choices in groups:
         options = [best, *_predicted(best[0], choices, inputs, predict)]
         best = options[preferred(options)]
@@ -181,9 +181,8 @@ def _optimizers(inputs: PlanningInputs) -> _Choices:
     return [{"compute": {"fused_optimizer": True}}] if inputs.can_fuse_optimizer else []
 
 
-def _casts(plan: Plan, inputs: PlanningInputs) -> _Choices:
-    can_cast = plan.axes.shard > 1 and plan.axes.expert == 1 and plan.numerics.precision in ("bf16", "fp16")
-    return [{"numerics": {"cast": "weights"}}] if can_cast and inputs.allow == "changes" else []
+def _casts(inputs: PlanningInputs) -> _Choices:
+    return [{"numerics": {"cast": "weights"}}] if inputs.allow == "changes" else []
 
 
 def _buckets(plan: Plan) -> _Choices:
@@ -195,10 +194,8 @@ def _buckets(plan: Plan) -> _Choices:
 
 
 def _chunks(plan: Plan, prediction: Prediction, traits: ModelTraits, sizes: Iterable[int]) -> _Choices:
-    """Losses in chunks of these numbers of tokens, as far as there are as many. None if the plan has chunks already, or
-    divides the model, with which chunks do not work."""
-    is_divided = plan.axes.tensor > 1 or plan.axes.pipeline > 1 or bool(plan.modules.splits)
-    if plan.compute.loss_chunks > 1 or is_divided:
+    """Losses in chunks of these numbers of tokens, as far as there are as many. None if the plan has chunks already."""
+    if plan.compute.loss_chunks > 1:
         return []
     tokens = prediction.batch_per_rank * traits.loss_tokens
     counts = dict.fromkeys(min(ceil(tokens / size), MOST_CHUNKS) for size in sizes)

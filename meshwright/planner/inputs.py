@@ -12,6 +12,7 @@ from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.plan_fields.constraints import NONE, Constraints
 from meshwright.plan_fields.effects import Numerics
+from meshwright.plan_rules.table import check_rules
 from meshwright.profile.optimizer import OptimizerCost
 from meshwright.simulator.compute.passes import product_dtype
 from meshwright.simulator.predict import Prediction
@@ -37,10 +38,6 @@ class NoPlanFits(InputError):
         self.lacks_memory = lacks_memory
 
 
-def accept_every_plan(_: Plan) -> None:
-    """Accepts every plan. This is the default `check_plan`, for searches without an executor."""
-
-
 @dataclass(frozen=True)
 class PlanningInputs:
     """The inputs of a search for plans, apart from the model.
@@ -50,7 +47,7 @@ class PlanningInputs:
     memory_margin     the share of a device's memory that is left free
     top               how many plans are ranked
     precisions        the precisions to try, instead of those that suit the device
-    check_plan        raises an `InputError` for a plan that the executor cannot run
+    check_plan        raises an `InputError` for a plan that the executor cannot run; by default, that rules refuse
     compares_samples  the loss compares all samples of the global batch; a rank's share is therefore one microbatch
     epoch_samples     the number of samples in an epoch; None where it is not known
     offload           what plans keep in CPU memory (offload.py)
@@ -69,7 +66,7 @@ class PlanningInputs:
     memory_margin: float = MARGIN
     top: int = TOP
     precisions: tuple[str, ...] = ()
-    check_plan: CheckPlan = accept_every_plan
+    check_plan: CheckPlan = check_rules
     compares_samples: bool = False
     epoch_samples: int | None = None
     can_fuse_optimizer: bool = False

@@ -40,7 +40,7 @@ from meshwright.planner.compute_variants import traits_of
 from meshwright.planner.constraints.apply import bounds_hold
 from meshwright.planner.constraints.contradictions import check_inputs, check_model
 from meshwright.planner.explanation.no_plan import describe_closest
-from meshwright.planner.inputs import NoPlanFits, PlanningInputs, accept_every_plan
+from meshwright.planner.inputs import NoPlanFits, PlanningInputs
 from meshwright.planner.polish.descent import Bounded, Descent
 from meshwright.planner.polish.neighbours import Neighbours
 from meshwright.planner.polish.point import NEVER_S, Point, Prices
@@ -341,8 +341,6 @@ def _is_accepted(state: _PlanSearch, candidate: Candidate) -> bool:
     their microbatches."""
     if candidate.sizes.pipeline > 1 and state.prices.summary.cuts(candidate.stages, candidate.recompute) is None:
         return False
-    if state.inputs.check_plan is accept_every_plan:
-        return True
     sizes = candidate.sizes
     key = sizes.placed_branches, sizes.tensor if sizes.splits_shared_layers else 0, candidate.recompute
     if sizes.placed_branches and key in state.accepted_placements:

@@ -20,7 +20,7 @@ from meshwright.errors import InputError, NotPredictable
 from meshwright.job import load_job
 from meshwright.parallel.check import check_plan
 from meshwright.plan import Plan
-from meshwright.planner.inputs import accept_every_plan
+from meshwright.plan_rules.table import check_rules
 from meshwright.planner.search import search
 from meshwright.train.build import construct_model
 from meshwright.train.job_parts import JobParts
@@ -111,7 +111,7 @@ def test_the_best_plan_of_sparse_embeddings_is_one_that_the_executor_accepts(two
     optimizer = torch.optim.Adagrad(model.parameters())
     loss = nn.functional.cross_entropy
     inputs, profiles = model_planning_inputs(model, sample, cluster, global_batch=8, loss=loss, optimizer=optimizer)
-    unchecked = search(replace(inputs, check_plan=accept_every_plan), profiles).ranked[0].plan
+    unchecked = search(replace(inputs, check_plan=check_rules), profiles).ranked[0].plan
     assert unchecked.axes.shard == 2
     with pytest.raises(InputError, match="table has sparse gradients"):
         check_plan(unchecked, model, sample)

@@ -7,15 +7,19 @@ check_model   contradictions to the model, which is traced for them
 from math import prod
 from typing import Any, cast
 
-from pydantic import ValidationError
-
 from meshwright.dtypes import Dtype
 from meshwright.errors import InputError, did_you_mean
 from meshwright.plan import Plan
-from meshwright.plan_fields.constraints import shown
-from meshwright.plan_fields.groups import MESH_ORDER, STAGES_PER_RANK
+from meshwright.plan_fields.groups import GROUPS, MESH_ORDER
+from meshwright.plan_rules.table import contradiction
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.model_summary import ModelSummary
+
+# Fields of which a search takes no other values than the defaults, unless they are fixed.
+_NOT_SEARCHED = (
+    *("gradients.precision", "gradients.powersgd_rank", "gradients.local_steps", "gradients.servers"),
+    *("gradients.updates", "numerics.batch_norm", "shares.adaptive"),
+)
 
 
 def check_inputs(inputs: PlanningInputs) -> None:
@@ -23,27 +27,20 @@ def check_inputs(inputs: PlanningInputs) -> None:
     constraints = inputs.constraints
     if not constraints:
         return
-    fixed = constraints.fixed
     if inputs.allow == "same" and (beyond := constraints.beyond("same")):
         raise InputError(
             f"{beyond} is fixed, which changes the numerical result, but only plans that compute the same are wanted"
             " (--exact, or allow: same): leave out one"
         )
-    if inputs.cluster.kind != "cuda" and fixed.get("memory.offload", "none") != "none":
-        raise InputError(
-            f"memory.offload is fixed to {fixed['memory.offload']}, but '{inputs.cluster.name}' has no GPUs whose"
-            " tensors could be kept in CPU memory: leave it out"
-        )
     _check_device(inputs)
     _check_axes(inputs)
     _check_microbatches(inputs)
-    _check_with_each_other(fixed)
+    _check_rules(inputs)
 
 
 def _check_device(inputs: PlanningInputs) -> None:
     """Raises an `InputError` for fields that the devices of the cluster cannot have."""
     fixed, device = inputs.constraints.fixed, inputs.device
-    is_cpu, cluster = inputs.cluster.kind == "cpu", f"'{inputs.cluster.name}'"
     precision = fixed.get("numerics.precision", "fp32")
     for dtype, other in (("fp8", "bf16"), ("tf32", "fp32")):
         if precision == dtype and not device.accelerates(cast(Dtype, dtype)):
@@ -53,17 +50,8 @@ def _check_device(inputs: PlanningInputs) -> None:
             )
     if fixed.get("compute.cuda_graphs") and not device.has_graphs:
         raise InputError(
-            f"compute.cuda_graphs is fixed to true, but {cluster} has no GPUs of NVIDIA or AMD: leave it out"
-        )
-    if fixed.get("compute.convolutions") == "nnpack" and not is_cpu:
-        raise InputError(
-            f"compute.convolutions is fixed to nnpack, whose kernels are for CPUs, but {cluster} has GPUs: leave it out"
-        )
-    algorithm = fixed.get("gradients.algorithm", "auto")
-    if algorithm not in ("auto", "native") and not is_cpu:
-        raise InputError(
-            f"gradients.algorithm is fixed to {algorithm}, which combines gradients of CPU ranks, but {cluster} has"
-            " GPUs: choose native"
+            f"compute.cuda_graphs is fixed to true, but '{inputs.cluster.name}' has no GPUs of NVIDIA or AMD: leave it"
+            " out"
         )
 
 
@@ -105,40 +93,18 @@ def _check_microbatches(inputs: PlanningInputs) -> None:
         )
 
 
-def _check_with_each_other(fixed: dict[str, Any]) -> None:
-    """Raises an `InputError` if a plan with these fields contradicts itself whatever its other fields are. Free fields
-    get the values that contradict the least."""
-    raw: dict[str, dict[str, Any]] = {}
+def _check_rules(inputs: PlanningInputs) -> None:
+    """Raises an `InputError` if a rule refuses the fixed fields, whatever values the search gives to the others."""
+    fixed = inputs.constraints.fixed
+    values: dict[str, dict[str, Any]] = {name: {} for name in GROUPS}
     for name, value in fixed.items():
         group, field = name.split(".")
-        raw.setdefault(group, {})[field] = value
-    axes = raw.setdefault("axes", {})
-    if cuts := fixed.get("pipeline.cuts"):
-        stages = STAGES_PER_RANK.get(fixed.get("pipeline.schedule", "1f1b"), 1)
-        axes.setdefault("pipeline", max(1, (len(cuts) + 1) // stages))
-        if "pipeline.schedule" not in fixed and (len(cuts) + 1) > axes["pipeline"]:
-            raw["pipeline"]["schedule"] = "interleaved_1f1b"
-    if branches := fixed.get("modules.branches"):
-        axes.setdefault("tensor", max(branches.values()) + 1)
-    if samples := fixed.get("shares.samples"):
-        other, free = ("replicate", "shard") if "axes.replicate" in fixed else ("shard", "replicate")
-        axes.setdefault(free, max(1, len(samples) // axes.get(other, 1)))
-    if shards := fixed.get("shares.shards"):
-        axes.setdefault("shard", len(shards))
-    if fixed.get("axes.expert", 1) > 1 and not {"axes.replicate", "axes.shard"} <= fixed.keys():
-        free = "shard" if "axes.shard" not in fixed else "replicate"
-        axes[free] = fixed["axes.expert"]
-    try:
-        Plan.model_validate(raw)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        raise InputError(f"constraints: {problem.get('ctx', {}).get('error', problem['msg'])}") from None
-    for field in ("pipeline.cuts", "pipeline.microbatches"):
-        if fixed.get("axes.pipeline") == 1 and fixed.get(field, 1) not in (1, ()):
-            raise InputError(
-                f"{field} is fixed to {shown(fixed[field])}, but there is no pipeline (axes.pipeline is 1): leave out"
-                " one"
-            )
+        values[group][field] = value
+    groups: dict[str, Any] = {name: kind.model_validate(values[name]) for name, kind in GROUPS.items()}
+    plan, cluster = Plan.model_construct(**groups), inputs.cluster
+    reason = contradiction(plan, {*fixed, *_NOT_SEARCHED}, device=cluster.kind, cluster=f"'{cluster.name}'")
+    if reason is not None:
+        raise InputError(reason)
 
 
 def check_model(inputs: PlanningInputs, summary: ModelSummary) -> None:
