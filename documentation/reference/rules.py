@@ -2,6 +2,7 @@
 
 from documentation.reference.markdown import page, table
 from meshwright.plan_rules import table as rules
+from meshwright.plan_rules.no_effect import NO_EFFECT
 from meshwright.plan_rules.rule import DERIVED, FACTS
 
 _INTRODUCTION = (
@@ -14,6 +15,7 @@ _INTRODUCTION = (
 
 def rules_page() -> str:
     rows = [(f"`{rule.when}`", _plain(rule.why), _plain(rule.instead), ", ".join(rule.where)) for rule in rules.RULES]
+    effects = [(f"`{name}`", f"`{rule.when}`", rule.instead) for name, rule in NO_EFFECT.items()]
     words = [(f"`{name}`", f"`{expression}`") for name, expression in DERIVED.items()]
     words += [(f"`{name}`", meaning) for name, meaning in FACTS.items()]
     return page(
@@ -21,6 +23,9 @@ def rules_page() -> str:
         "`meshwright/plan_rules`",
         _INTRODUCTION,
         table(("refused when", "because", "instead", "holds for"), rows),
+        "## Fields without effect",
+        "These fields are accepted, and have no effect in a plan",
+        table(("field", "where", "with effect"), effects),
         "## Words of conditions",
         table(("word", "stands for"), words),
     )

@@ -20,6 +20,7 @@ from meshwright.plan_fields.shares import describe_shares
 DERIVED = {
     "data_ranks": "axes.replicate * axes.shard",
     "world_size": "axes.replicate * axes.shard * axes.context * axes.tensor * axes.pipeline",
+    "microbatches": "memory.accumulation * pipeline.microbatches",
     "has_other_axes": "axes.shard > 1 or axes.context > 1 or axes.tensor > 1 or axes.pipeline > 1",
     "stages": "len(pipeline.cuts) + 1",
     "replaces_all_reduce": (
@@ -37,6 +38,8 @@ FACTS = {
     "cluster": "the name of the cluster",
     "train": "the section of the job",
     "checkpoint": "the section of the job",
+    "loss": "what is known of the loss: whether it is divisible, and its kind",
+    "routers": "whether the model adds a load-balancing loss of its routers",
     "partition": "`data.partition` of the job",
     "arguments": "the `TrainingArguments` of transformers",
     "caller": "the class that was given the plan",

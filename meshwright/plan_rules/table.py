@@ -12,10 +12,11 @@ from meshwright.plan_rules.compute import COMPILED, COMPUTE
 from meshwright.plan_rules.division import DIVISION
 from meshwright.plan_rules.doors import DOORS
 from meshwright.plan_rules.gradients import GRADIENTS
+from meshwright.plan_rules.losses import LOSSES
 from meshwright.plan_rules.memory import MEMORY
 from meshwright.plan_rules.rule import Rule, first_that_refuses, names_of
 
-RULES = (*DIVISION, *GRADIENTS, *MEMORY, *COMPUTE, *COMPILED, *DOORS)
+RULES = (*DIVISION, *GRADIENTS, *MEMORY, *COMPUTE, *COMPILED, *DOORS, *LOSSES)
 
 
 def refusal(plan: PlanGroup, where: str, **facts: Any) -> str | None:

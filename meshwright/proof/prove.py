@@ -18,6 +18,7 @@ from meshwright.job import Job
 from meshwright.launch.local.launch import RankSettings, launch
 from meshwright.launch.world import World, is_launched
 from meshwright.plan import Plan
+from meshwright.plan_rules.table import check_rules
 from meshwright.progress import phase
 from meshwright.proof.exact_comparison import compare_exactly
 from meshwright.proof.proof import Proof
@@ -157,12 +158,7 @@ def check_request(request: ProofRequest) -> None:
     """Raises InputError if the request is invalid, or if no single device trains as its plan does."""
     if request.steps < 1:
         raise InputError(f"{request.steps} steps prove nothing: take at least one")
-    gradients = request.plan.gradients
-    if gradients.updates != "synchronous":
-        raise InputError(
-            f"gradients.updates is {gradients.updates}: workers then train on weights of different ages, which no"
-            " single device does: prove takes synchronous ones, so set it to synchronous"
-        )
+    check_rules(request.plan, "prove")
     if request.dtype not in COMPARISON_DTYPES:
         raise InputError(f"cannot compare in {request.dtype}: choose {' or '.join(COMPARISON_DTYPES)}")
     if request.start not in STARTS:

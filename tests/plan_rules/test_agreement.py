@@ -145,6 +145,8 @@ FACTS_OF_A_ROW: dict[str, Any] = {
     "train": SimpleNamespace(on_nonfinite="rewind", on_spike="skip"),
     "checkpoint": SimpleNamespace(frozen=False),
     "partition": "sample",
+    "routers": True,
+    "loss": None,  # each kind of loss
     "arguments": SimpleNamespace(
         gradient_checkpointing=True, predict_with_generate=True, include_num_input_tokens_seen="all"
     ),
@@ -159,8 +161,9 @@ def test_every_row_refuses_some_plan_and_names_values(rule: Rule) -> None:
     assert {*FACTS_OF_A_ROW, "device"} == set(FACTS)
     for _ in range(3000):
         plan = unchecked(random_groups(draws, choices, 0.7))
-        for device in ("cpu", "cuda"):
-            names = names_of(plan, {**FACTS_OF_A_ROW, "device": device})
+        for device, kind in (("cpu", "compares_samples"), ("cuda", "terms")):
+            loss = SimpleNamespace(kind=kind, is_divisible=False)
+            names = names_of(plan, {**FACTS_OF_A_ROW, "device": device, "loss": loss})
             if rule.refuses_all(names, rule.fields):
                 assert "{" not in rule.message(names)
                 return

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.plan_fields.constraints import FIELDS, NONE, Constraints, shown
+from meshwright.planner.constraints.no_effect import why_without_effect
 from meshwright.planner.inputs import PlanningInputs
 
 # Fields that candidates choose. They are set in a plan only where they have no effect in it.
@@ -90,13 +91,10 @@ def bounds_hold(constraints: Constraints) -> bool:
     return all(name in _OF_CANDIDATES or value == FIELDS[name].default for name, value in constraints.fixed.items())
 
 
-_NEEDS_AXIS = {"memory.sharding": "shard", "pipeline.schedule": "pipeline"}
-
-
 def _has_no_effect(name: str, plan: Plan) -> bool:
     if name == "memory.accumulation":
         return plan.axes.pipeline > 1  # microbatches of a pipeline are another field
-    return name in _NEEDS_AXIS and getattr(plan.axes, _NEEDS_AXIS[name]) == 1
+    return name in ("memory.sharding", "pipeline.schedule") and why_without_effect(name, plan) is not None
 
 
 def _implied(plan: Plan, fixed: dict[str, Any]) -> dict[str, Any]:

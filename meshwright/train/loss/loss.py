@@ -31,9 +31,10 @@ from meshwright.batch import find_model_value
 from meshwright.errors import InputError
 from meshwright.numbers.limits import is_number
 from meshwright.plan import Plan
+from meshwright.plan_rules.table import check_rules
 from meshwright.train.loss.cross_entropy import CountedMean, CountTargetsInModules, count_targets
 from meshwright.train.loss.detection import BoxCounts, DetectorLoss, has_detector
-from meshwright.train.loss.router_loss import RouterLosses, check_microbatches
+from meshwright.train.loss.router_loss import RouterLosses
 from meshwright.train.metrics import compares_samples, without_rows
 
 LossFunction = Callable[[Any, Any], Any]
@@ -162,33 +163,7 @@ def over_all_ranks(function: Any, across: Callable[[Tensor], tuple[Tensor, int]]
 def check_sample_comparison(loss: Loss, plan: Plan) -> None:
     """Raises an `InputError` if the loss compares all samples of a global batch, but never gets all of them together
     under this plan."""
-    if not loss.is_divisible and plan.batch_parts > 1:
-        raise InputError(
-            "the loss that the model computes is neither a mean nor a sum over samples or targets: it compares samples"
-            " with each other, or adds means over different numbers of targets. So it cannot be divided among the"
-            f" {plan.data_ranks} data ranks × {plan.microbatches} microbatches of the plan ({plan.summary()}): compute"
-            " it in a loss function from the model's output, or use a plan without data parallelism and microbatches"
-        )
-    if loss.routers is not None and plan.batch_parts > 1:
-        check_microbatches(plan)
-    if loss.kind not in ("compares_samples", "terms"):
-        return
-    compares = (
-        "the loss compares all samples of a global batch with each other"
-        if loss.kind == "compares_samples"
-        else "the losses of this detector are means over the boxes of a whole global batch"
-    )
-    if plan.microbatches > 1:
-        raise InputError(
-            f"{compares}, but the plan ({plan.summary()}) cuts a"
-            f" rank's share of it into {plan.microbatches} microbatches: set memory.accumulation and"
-            " pipeline.microbatches to 1"
-        )
-    if plan.gradients.servers:
-        raise InputError(
-            f"{compares}, but workers of parameter servers do not exchange samples or numbers of boxes: set"
-            " gradients.servers to 0"
-        )
+    check_rules(plan, loss=loss, routers=loss.routers is not None)
 
 
 class ModelLoss:

@@ -27,6 +27,7 @@ from meshwright.parallel.context.sequence_view import gather_sequence_views, sum
 from meshwright.parallel.differentiable_collectives import AxisGroup
 from meshwright.parallel.tensor.shard_view import gather_shard_views
 from meshwright.plan import Plan
+from meshwright.plan_rules.table import check_rules
 from meshwright.profile.experts import balances_experts
 
 _NAME = "load_balancing_loss_func"
@@ -92,7 +93,7 @@ class RouterLosses:
                 f" plan ({self._plan.summary()}): set output_router_logits of the model's configuration to false, or"
                 " use a plan that does not divide the batch"
             )
-        check_microbatches(self._plan)
+        check_rules(self._plan, routers=True)
         bound = inspect.signature(original).bind(*args, **kwargs)
         bound.apply_defaults()
         logits, experts, top_k, mask = (bound.arguments[name] for name in _ARGUMENTS)
@@ -101,23 +102,6 @@ class RouterLosses:
         sums = gather_shard_views(gather_sequence_views(_sums(logits, experts, top_k, mask)))
         sums = sums if has_samples else sums * 0
         return _balance(sum_over_ranks(sums, self._group) if self._group is not None else sums)
-
-
-def check_microbatches(plan: Plan) -> None:
-    """Raises an `InputError` if a global batch does not go through the model at once on each data rank."""
-    if plan.microbatches > 1:
-        raise InputError(
-            "the model adds a load-balancing loss of its routers, which compares all tokens of a global batch, but the"
-            f" plan ({plan.summary()}) cuts a rank's share of it into {plan.microbatches} microbatches: set"
-            " memory.accumulation and pipeline.microbatches to 1, or output_router_logits of the model's configuration"
-            " to false"
-        )
-    if plan.gradients.servers:
-        raise InputError(
-            "the model adds a load-balancing loss of its routers, which compares all tokens of a global batch, but"
-            " workers of parameter servers do not exchange them: set gradients.servers to 0, or output_router_logits of"
-            " the model's configuration to false"
-        )
 
 
 def _files_of(model: nn.Module) -> list[ModuleType]:
