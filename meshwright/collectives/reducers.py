@@ -25,7 +25,10 @@ def make_reducer(
 ) -> tuple[Reducer, str | None]:
     """Returns (reducer, reason). The reason says why `auto` cannot use the shared memory of CPU ranks; it is None in
     all other cases. `size_bytes` is the size of all gradients. All ranks of the group call this together."""
-    if algorithm == "native" or group.size() == 1 or device.type != "cpu":
+    if algorithm == "native" or group.size() == 1:
+        return NativeReducer(group), None
+    if device.type != "cpu":
+        assert algorithm == "auto", algorithm  # the table of rules refuses the others
         return NativeReducer(group), None
     machines = machines_of(group)
     if algorithm == "auto":

@@ -12,6 +12,7 @@ from meshwright.parallel.pipeline.check import check_pipeline
 from meshwright.parallel.pipeline.remote_modules import RemoteModule
 from meshwright.parallel.pipeline.stages import LocalStages, cut_stages, pipeline_ranks_of_stages
 from meshwright.plan import Plan
+from meshwright.plan_rules.table import check_rules
 from meshwright.profile.structure.structure import Structure, find_structure
 from meshwright.simulator.pipeline.order import stages_of_rank
 from tests.parallel.pipeline.test_pipeline import model_and_batch
@@ -120,8 +121,12 @@ def structure_of(name: str) -> Structure:
     ],
 )
 def test_a_refusal_says_what_to_choose(plan: Plan, message: str) -> None:
-    with pytest.raises(InputError, match=message):
+    def check() -> None:
+        check_rules(plan)
         check_pipeline(plan, structure_of("tied"))
+
+    with pytest.raises(InputError, match=message):
+        check()
 
 
 def test_an_impossible_cut_is_refused_with_the_reason() -> None:
