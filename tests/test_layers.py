@@ -74,7 +74,7 @@ FOLDERS = {
     "proof": ("reference", "record", "compare", "causes", "before_training"),
     "report": ("run", "plans", "benches", "questions"),
     "simulator": ("compute", "tensor", "communication", "pipeline", "memory"),
-    "train": ("shares", "loss", "loop_checks", "step", "output", "callbacks", "servers", "tuning"),
+    "train": ("shares", "loss", "loop_checks", "drive", "step", "output", "callbacks", "servers", "tuning"),
     "workloads": ("text", "images", "segmentation", "recommender", "physics"),
 }
 ENTRY_POINTS = ("__init__", "__main__")  # they may import anything, and nothing may import them

@@ -65,6 +65,14 @@ def clip_(
     return norm
 
 
+@torch.no_grad()
+def clip_values_(parameters: Iterable[Tensor], limit: float) -> None:
+    """Limits every element of the gradients of these parameters, which may be shards, to [-limit, limit]."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local_tensor(parameter.grad).clamp_(-limit, limit)
+
+
 def _is_counted_here(
     name: str, gradient: Tensor, layouts: Mapping[str, ParameterLayout], tied: Sequence[TiedLayout], mesh: DeviceMesh
 ) -> bool:

@@ -214,30 +214,6 @@ class ParallelModel:
         refuse_lost_writes(at_end=True)
         return at_least_fp32(output)
 
-    # ---- passes that a user's own loop runs
-
-    def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        """Calls the model, without DDP: any number of forward passes may come before a backward pass. Not for
-        pipelines. A sharded model whose forward pass needs no gradients frees its gathered weights at the end."""
-        with without_attention_fastpath(), fp32_product_precision(self.plan, self.device.type):
-            output = self._forward(self.module, ModelBatch(arguments, keywords, None))
-        if not torch.is_grad_enabled():
-            self.reshard()
-            return gather_shard_views(gather_sequence_views(output))
-        return output
-
-    def backward(self, loss: Tensor, *, synchronize: bool, retain_graph: bool = False) -> None:
-        """Runs the backward pass of a loss. With `synchronize`, the gradients of the parameters are then the mean over
-        the data ranks of all that was accumulated in them; otherwise they may be this rank's own. All ranks call this
-        together."""
-        with fp32_product_precision(self.plan, self.device.type), self._backward_synchronization(synchronize):
-            loss.backward(retain_graph=retain_graph)
-
-    def _backward_synchronization(self, synchronize: bool) -> AbstractContextManager[Any]:
-        if self.plan.axes.shard > 1:
-            return shard.backward_synchronization(self.module, self.plan, synchronize)
-        return self.gradient_averager.averaging(synchronize) if self.gradient_averager else nullcontext()
-
     def with_input_columns(self, example: ModelBatch, width: int) -> ModelBatch:
         """Returns the example with its first input wrapped in a `ShardView`: the input has only this rank's columns,
         and the model sees a tensor of all `width` columns."""

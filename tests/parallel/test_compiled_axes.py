@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from meshwright.parallel.apply import apply
 from meshwright.plan import Plan
 from meshwright.proof.reference.reference_setup import default_dtype
+from meshwright.train.drive.driver import Driver
 from tests.parallel.compiler import compiled_graphs, compiling_with
 from tests.parallel.zoo_sessions import zoo_session
 from tests.proof.matrix_case import data_in_dtype
@@ -70,7 +71,7 @@ def gradients_of_split_model(rank: int, size: int, what: str) -> tuple[dict[str,
     with compiling_with("eager"):
         parallel = apply(Plan.model_validate(groups), model, torch.device("cpu"), size, (tokens, tokens))
         torch.manual_seed(1)
-        parallel.forward(tokens).square().mean().backward()
+        Driver.of(parallel).forward(tokens).square().mean().backward()
         assert what == "none" or parallel.compilation.is_on
         return parallel.full_gradients(), compiled_graphs()
 

@@ -37,7 +37,7 @@ from meshwright.exchange import all_gather_values
 from meshwright.launch.accelerate_variables import read_accelerate_variables
 from meshwright.launch.torch_private import add_gloo_for_cpu_tensors
 from meshwright.parallel.apply import apply
-from meshwright.parallel.clip import clip_
+from meshwright.parallel.clip import clip_values_
 from meshwright.plan import Plan
 from meshwright.train.step.optimizer import use_fused_kernels
 
@@ -189,7 +189,7 @@ class Accelerator(SharedBatches):
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         prepared = self._find(model)
-        with prepared.no_sync() if prepared is not None else nullcontext():
+        with prepared.driver.no_sync() if prepared is not None else nullcontext():
             yield
 
     @staticmethod
@@ -204,8 +204,8 @@ class Accelerator(SharedBatches):
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         for model in self._prepared:
-            if model.holds(optimizer):
-                model.after_optimizer_step()
+            if model.driver.holds(optimizer):
+                model.after_optimizer_step(optimizer)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         self._combine_gradients()
@@ -213,17 +213,12 @@ class Accelerator(SharedBatches):
         if norm_type != 2 or not any(isinstance(parameter, DTensor) for parameter in parameters):
             norm: Tensor = super().clip_grad_norm_(parameters, max_norm, norm_type)
             return norm
-        gradients = [(str(number), parameter.grad) for number, parameter in enumerate(parameters)]
-        return clip_(gradients, {}, (), self._prepared[0].parallel.mesh, float(max_norm))
+        return self._prepared[0].driver.clip_norm(parameters, float(max_norm))
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         self._combine_gradients()
         self.unscale_gradients()
-        for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
-            gradient = parameter.grad
-            if gradient is not None:
-                local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-                local.clamp_(-clip_value, clip_value)
+        clip_values_([parameters] if isinstance(parameters, Tensor) else parameters, clip_value)
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[nn.Module], even_batches: bool | None = None) -> Iterator[None]:
@@ -245,7 +240,7 @@ class Accelerator(SharedBatches):
                 )
             model, averager = models[0], models[0].parallel.gradient_averager
             assert averager is not None
-            optimizers = [o.optimizer for o in self._optimizers if model.holds(o.optimizer)]
+            optimizers = [o.optimizer for o in self._optimizers if model.driver.holds(o.optimizer)]
             joined = JoinedModel(model.module, averager, self.device, optimizers, self._schedulers)
             model.joined = joined
             try:
@@ -296,7 +291,7 @@ class Accelerator(SharedBatches):
             "loaders": [loader_state(loader) for loader in self._dataloaders],
         }
         for model in self._prepared:
-            model.parallel.align_buffers()
+            model.driver.align_buffers()
         number = self.project_configuration.iteration
         save_folder(folder, self._models, self._torch_optimizers(), self._mesh(), contents, number)
         self.project_configuration.iteration += 1

@@ -18,11 +18,9 @@ import torch
 from torch import nn
 
 from meshwright.compat.accelerate.uneven_inputs import JoinedModel
-from meshwright.compat.whole_states import load_whole_tensor
 from meshwright.errors import InputError
-from meshwright.parallel import shard
 from meshwright.parallel.model import ParallelModel
-from meshwright.parallel.precision import fp32_product_precision
+from meshwright.train.drive.driver import Driver
 
 
 class PreparedModel(nn.Module):
@@ -36,25 +34,26 @@ class PreparedModel(nn.Module):
         self._is_accelerate_prepared = True  # Accelerate's own mark
         self.module = parallel.module
         self.parallel = parallel
+        self.driver = Driver.of(parallel)
         self.joined: JoinedModel | None = None
-        self._synchronizes = True  # False within `no_sync`
         self._combines = True  # whether the next backward pass combines gradients
         self._is_in_backward = False  # whether `backward_pass` is running
         self._pass: ExitStack | None = None  # the context of a backward pass that has reached this model
         self._has_uncombined = False  # whether a backward pass outside of `backward_pass` has added to the gradients
         # Since the optimizer's last step: whether there was a forward pass with gradients, and a backward pass.
         self._has_forward = self._has_backward = False
-        self._parameter_ids = {id(parameter) for parameter in self.module.parameters()}
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         if parallel.make_averager is not None:
             note = WeakMethod(self._note_gradient)  # the parameters may live longer than this object
             for parameter in parameters:  # before the averager registers its own hooks, which run after these
                 parameter.register_post_accumulate_grad_hook(lambda _: method() if (method := note()) else None)
-        _ = parallel.gradient_averager  # now, because later a loop may freeze some weights for a while
+        self.driver.lay_out_gradients()
+        if self.is_sharded:
+            self.driver.take_whole_tensors()
 
     @property
     def is_sharded(self) -> bool:
-        return self.parallel.plan.axes.shard > 1
+        return self.driver.is_sharded
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -68,21 +67,16 @@ class PreparedModel(nn.Module):
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         if torch.is_grad_enabled():
-            self._combines = self._synchronizes
+            self._combines = self.driver.synchronizes
             self._has_forward = True
-        with ExitStack() as stack:
-            if self.is_sharded and torch.is_inference_mode_enabled():
-                # Weights that FSDP2 has gathered under `inference_mode` could not be trained later.
-                stack.enter_context(torch.inference_mode(False))
-                stack.enter_context(torch.no_grad())
-            return self.parallel.forward(*arguments, **keywords)
+        return self.driver.forward(*arguments, **keywords)
 
     @contextmanager
     def backward_pass(self) -> Iterator[None]:
         """The context in which `accelerator.backward` runs the backward pass of a loss. If the loss was computed by
         this model, and its last forward pass was outside of `no_sync`, the gradients are afterwards the mean over the
         ranks of all that was accumulated in them."""
-        with fp32_product_precision(self.parallel.plan, self.parallel.device.type):
+        with self.driver.product_precision():
             if self.is_sharded:
                 with self._sharded_backward_pass():
                     yield
@@ -105,7 +99,7 @@ class PreparedModel(nn.Module):
         if not self._has_forward:  # the loss is that of another model
             yield
             return
-        with shard.backward_synchronization(self.module, self.parallel.plan, self._combines):
+        with self.driver.synchronization(self._combines):
             yield
         self._has_backward = True
 
@@ -118,10 +112,8 @@ class PreparedModel(nn.Module):
             return
         if self._combines and self.joined is not None:
             self.joined.notify()
-        averager = self.parallel.gradient_averager
-        assert averager is not None
         self._pass = ExitStack()
-        self._pass.enter_context(averager.averaging(self._combines))
+        self._pass.enter_context(self.driver.synchronization(self._combines))
         self._has_uncombined = False
 
     def combine_gradients(self) -> None:
@@ -145,15 +137,6 @@ class PreparedModel(nn.Module):
             self._has_uncombined = False
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes of forward passes within this context accumulate gradients and do not combine them."""
-        before, self._synchronizes = self._synchronizes, False
-        try:
-            yield
-        finally:
-            self._synchronizes = before
-
-    @contextmanager
     def combining(self) -> Iterator[None]:
         """Backward passes within this context combine gradients, wherever their forward passes were."""
         before, self._combines = self._combines, True
@@ -162,23 +145,16 @@ class PreparedModel(nn.Module):
         finally:
             self._combines = before
 
-    def after_optimizer_step(self) -> None:
+    def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Frees gathered weights, and gives all ranks the buffers of the first."""
         self._has_forward = self._has_backward = self._has_uncombined = False
-        self.parallel.reshard()
-        if self.joined is None:  # ranks that have no batches left take no part
-            self.parallel.align_buffers()
+        self.driver.after_optimizer_step(optimizer, aligns=self.joined is None)  # without ranks that have no batches
 
     # ---- weights
 
-    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer trains a parameter of the model."""
-        held = self._parameter_ids
-        return any(id(parameter) in held for group in optimizer.param_groups for parameter in group["params"])
-
     def named_modules(self, *arguments: Any, **keywords: Any) -> Iterator[tuple[str, nn.Module]]:
         """Frees gathered weights first, so that the parameters are those that the optimizer has."""
-        self.parallel.reshard()
+        self.driver.reshard()
         yield from super().named_modules(*arguments, **keywords)
 
     def state_dict(self, *arguments: Any, **keywords: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -187,11 +163,8 @@ class PreparedModel(nn.Module):
         if not self.is_sharded:
             state: dict[str, Any] = self.module.state_dict(*arguments, **keywords)
             return state
-        return self.parallel.full_state()
+        return self.driver.whole_state()
 
     def load_state_dict(self, state_dict: Any, *arguments: Any, **keywords: Any) -> Any:
         """Loads weights of the user's model: whole tensors, which every rank has."""
-        self.parallel.reshard()
-        held = self.module.state_dict()
-        state = {name: load_whole_tensor(value, held.get(name)) for name, value in state_dict.items()}
-        return self.module.load_state_dict(state, *arguments, **keywords)
+        return self.module.load_state_dict(state_dict, *arguments, **keywords)

@@ -7,8 +7,7 @@ engine.step()           counts a micro step; in the last one: unscale (fp16), cl
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from meshwright.compat.deepspeed.settings import EngineSettings
 from meshwright.deepspeed_config.batch import CompleteSizes, complete
 from meshwright.deepspeed_config.config import DeepSpeedConfig
 from meshwright.parallel.clip import global_norm
+from meshwright.train.drive.driver import check_loss
 from meshwright.train.session import Session
 
 _USE_BACKWARD = "call engine.backward(loss) in place of loss.backward()"
@@ -62,12 +62,11 @@ class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
         self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
         self.loaded_checkpoint_tag: str | None = None
         self._boundary: bool | None = None  # what `set_gradient_accumulation_boundary` says
-        self._is_in_no_sync = False
         self._backward_passes = 0  # since the last step
         self._is_stepped = False
         self._norm: float | None = None
         if trains:
-            _ = session.parallel.gradient_averager  # now, because later a loop may freeze some weights for a while
+            session.driver.lay_out_gradients()
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -85,24 +84,18 @@ class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
     # ---- passes
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        with ExitStack() as stack:
-            if self.session.plan.axes.shard > 1 and torch.is_inference_mode_enabled():
-                # Weights that FSDP2 has gathered under `inference_mode` could not be trained later.
-                stack.enter_context(torch.inference_mode(False))
-                stack.enter_context(torch.no_grad())
-            return self.session.parallel.forward(*inputs, **keywords)
+        return self.session.driver.forward(*inputs, **keywords)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Runs the backward pass of a loss, which is the mean over this rank's micro batch. Returns it divided by the
         number of micro steps. All ranks call this together."""
         self._require_optimizer("backward")
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise CallError(f"engine.backward takes a loss with a gradient, one number, and this is a tensor of {kind}")
+        check_loss(loss, "engine.backward", error=CallError)
         scaled = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
-        self.session.parallel.backward(
-            self.scale(scaled), synchronize=self._combines_gradients(), retain_graph=retain_graph
-        )
+        # Without managed accumulation, a later call of `step` ends it, so every pass has to be combined.
+        accumulates = self.managed_gradient_accumulation() and not self.is_gradient_accumulation_boundary()
+        with self.session.driver.no_sync() if accumulates else nullcontext():
+            self.session.driver.backward(self.scale(scaled), retain_graph=retain_graph)
         self._backward_passes += 1
         return scaled
 
@@ -113,27 +106,16 @@ class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
             factor *= self.dp_world_size
         return loss if factor == 1.0 else loss * factor
 
-    def _combines_gradients(self) -> bool:
-        if self._is_in_no_sync:
-            return False
-        # Without managed accumulation, a later call of `step` ends it, so every pass has to be combined.
-        return not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Within this context, backward passes accumulate gradients without combining them over the ranks."""
         if self.zero_optimization_partition_gradients():
             raise CallError(
                 f"engine.no_sync does not work with ZeRO stage {self.zero_optimization_stage()}, which divides"
                 " gradients after each backward pass: choose stage 0 or 1"
             )
-        if self._is_in_no_sync:
+        if not self.session.driver.synchronizes:
             raise CallError("engine.no_sync is called within engine.no_sync: leave out the inner one")
-        self._is_in_no_sync = True
-        try:
-            yield
-        finally:
-            self._is_in_no_sync = False
+        return self.session.driver.no_sync()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next call of `step` makes an optimizer step."""
@@ -151,7 +133,7 @@ class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Counts a micro step, and makes the optimizer's step if it is the last one. All ranks call this together."""
-        if self._is_in_no_sync:
+        if not self.session.driver.synchronizes:
             raise CallError("engine.step was called within engine.no_sync: call it after that context")
         self._require_optimizer("step")
         self._is_applied = False

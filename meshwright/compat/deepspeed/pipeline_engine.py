@@ -58,7 +58,7 @@ class PipelineEngine(DeepSpeedEngine):
         self.training_dataloader = None
         self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
         self.loaded_checkpoint_tag = None
-        self._boundary, self._is_in_no_sync, self._backward_passes, self._is_stepped = None, False, 0, False
+        self._boundary, self._backward_passes, self._is_stepped = None, 0, False
         self._norm = None
         self._data: Iterator[Any] | None = None
         self._session: Session | None = None

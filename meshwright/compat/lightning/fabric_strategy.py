@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from meshwright.batch import at_least_fp32
 from meshwright.compat.lightning.checkpoint_folder import (
     is_checkpoint_folder,
     load_folder,
@@ -23,7 +22,7 @@ from meshwright.compat.lightning.checkpoint_folder import (
     refuse_other_folder,
     save_folder,
 )
-from meshwright.compat.lightning.parts import ModuleParts
+from meshwright.compat.lightning.parts import divide_module
 from meshwright.compat.lightning.plan_argument import (
     CheckpointFormat,
     check_format,
@@ -35,31 +34,31 @@ from meshwright.compat.lightning.plan_argument import (
 )
 from meshwright.compat.lightning.shares import BatchShare, ShareLoader, check_equal_shapes
 from meshwright.compat.plan_argument import PlanArgument
-from meshwright.compat.whole_states import divide_loaded_state, whole_optimizer_state, whole_tensor
 from meshwright.errors import InputError
 from meshwright.launch.torch_private import add_gloo_for_cpu_tensors
+from meshwright.parallel.clip import clip_values_
 from meshwright.plan import Plan
+from meshwright.train.drive.driver import Driver
+from meshwright.train.drive.whole_states import divide_loaded_state, whole_optimizer_state, whole_tensor
 from meshwright.train.step.optimizer import use_fused_kernels
 
 
 class ParallelForward(nn.Module):
     """What `fabric.setup` calls in place of the user's module."""
 
-    def __init__(self, parts: ModuleParts) -> None:
+    def __init__(self, driver: Driver) -> None:
         super().__init__()
-        self.module = parts.module
-        self.parts = parts
+        self.module = driver.module
+        self.driver = driver
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """Frees gathered weights first. Whoever looks at the parameters from outside, such as `zero_grad` of Fabric's
         module, then finds the shards, which have the gradients."""
-        self.parts.reshard()
+        self.driver.reshard()
         yield from super().named_modules(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self.parts.forward_pass():
-            output = self.module(*args, **kwargs)
-        return at_least_fp32(output)
+        return self.driver.forward(*args, **kwargs)
 
 
 class MeshwrightFabricStrategy(DDPStrategy):
@@ -76,7 +75,7 @@ class MeshwrightFabricStrategy(DDPStrategy):
         self._precision: Precision | None = None
         super().__init__(**options)
         self._checkpoint_format = checkpoint_format
-        self._modules: list[ModuleParts] = []
+        self._drivers: list[Driver] = []
         self._backward_sync_control = _NoSync()
         self._share = BatchShare()  # of the batch that a loader has read last
 
@@ -121,9 +120,9 @@ class MeshwrightFabricStrategy(DDPStrategy):
         self._share = share or BatchShare()
 
     def setup_module(self, module: nn.Module) -> ParallelForward:
-        parts = ModuleParts(module, self._read_plan(), self.root_device, self.world_size)
-        self._modules.append(parts)
-        return ParallelForward(parts)
+        driver = divide_module(module, self._read_plan(), self.root_device, self.world_size)
+        self._drivers.append(driver)
+        return ParallelForward(driver)
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: Any, scheduler: Any = None) -> Any:
         """Divides the module. The optimizers, which schedules may refer to, get the divided parameters."""
@@ -140,13 +139,13 @@ class MeshwrightFabricStrategy(DDPStrategy):
         return forward, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        holders = [parts for parts in self._modules if parts.holds(optimizer)]
-        if self._modules and not holders:
+        holders = [driver for driver in self._drivers if driver.holds(optimizer)]
+        if self._drivers and not holders:
             raise InputError(
                 "no module that was set up has the optimizer's parameters: set both up with"
                 " fabric.setup(model, optimizer), or make the optimizer after fabric.setup_module(model)"
             )
-        if any(parts.plan.compute.fused_optimizer for parts in holders):
+        if any(driver.plan.compute.fused_optimizer for driver in holders):
             use_fused_kernels(optimizer)
         optimizer.register_load_state_dict_pre_hook(divide_loaded_state)
         return optimizer
@@ -155,21 +154,21 @@ class MeshwrightFabricStrategy(DDPStrategy):
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         with ExitStack() as stack:
-            for parts in self._modules:
-                stack.enter_context(parts.backward_pass())
+            for driver in self._drivers:
+                stack.enter_context(driver.backward_pass())
             weighted = tensor if self._share.weight == 1 else tensor * self._share.weight
             super().backward(weighted, module, *args, **kwargs)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        if any(parts.plan.shares.samples for parts in self._modules):
+        if any(driver.plan.shares.samples for driver in self._drivers):
             check_equal_shapes(tensor)
         return super().all_gather(tensor, group, sync_grads)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, **kwargs)
-        for parts in self._modules:
-            if parts.holds(optimizer):
-                parts.after_optimizer_step(optimizer)
+        for driver in self._drivers:
+            if driver.holds(optimizer):
+                driver.after_optimizer_step(optimizer)
         return output
 
     def clip_gradients_norm(
@@ -180,35 +179,33 @@ class MeshwrightFabricStrategy(DDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        norm = self._parts_of(module).clip_norm(_parameters(optimizer), float(max_norm), float(norm_type))
+        norm = self._driver_of(module).clip_norm(_parameters(optimizer), float(max_norm), float(norm_type))
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they cannot be clipped")
         return norm
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
-        self._parts_of(module).clip_value(_parameters(optimizer), float(clip_val))
+        clip_values_(_parameters(optimizer), float(clip_val))
 
-    def _parts_of(self, module: nn.Module) -> ModuleParts:
+    def _driver_of(self, module: nn.Module) -> Driver:
         inner = module.module if isinstance(module, ParallelForward) else module
-        for parts in self._modules:
-            if parts.module is inner:
-                return parts
+        for driver in self._drivers:
+            if driver.module is inner:
+                return driver
         raise InputError(f"a {type(inner).__name__} was not set up: call fabric.setup(model, optimizer) first")
 
     # ---- checkpoints
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        return self._parts_of(module).whole_state() if isinstance(module, ParallelForward) else module.state_dict()
+        return self._driver_of(module).whole_state() if isinstance(module, ParallelForward) else module.state_dict()
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        if isinstance(module, ParallelForward):
-            self._parts_of(module).load_whole_state(state_dict, strict)
-        else:
-            module.load_state_dict(state_dict, strict=strict)
+        inner = module.module if isinstance(module, ParallelForward) else module
+        inner.load_state_dict(state_dict, strict=strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        for parts in self._modules:
-            parts.reshard()
+        for driver in self._drivers:
+            driver.reshard()
         return whole_optimizer_state(optimizer)
 
     def save_checkpoint(
@@ -250,7 +247,7 @@ class MeshwrightFabricStrategy(DDPStrategy):
 
     @property
     def _mesh(self) -> Any:
-        return self._modules[0].mesh if self._modules else None
+        return self._drivers[0].mesh if self._drivers else None
 
 
 class _NoSync(_BackwardSyncControl):
@@ -261,7 +258,7 @@ class _NoSync(_BackwardSyncControl):
             return nullcontext()
         if not isinstance(module, ParallelForward):
             raise TypeError(f"no_backward_sync takes a module of fabric.setup, and this is a {type(module).__name__}")
-        return module.parts.no_sync()
+        return module.driver.no_sync()
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -7,29 +7,29 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
-from meshwright.compat.lightning.parts import ModuleParts
+from meshwright.parallel.clip import clip_values_
+from meshwright.train.drive.driver import Driver
 
 
 class PlanPrecision(Precision):
-    """Lightning's plugin without precision of its own. `parts` is None until the strategy is set up. `loss_weight` is
+    """Lightning's plugin without precision of its own. `driver` is None until the strategy is set up. `loss_weight` is
     this rank's share of the batch's samples times the number of ranks; 1 if all ranks have equally many."""
 
     def __init__(self) -> None:
-        self.parts: ModuleParts | None = None
+        self.driver: Driver | None = None
         self.loss_weight = 1.0
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        if self.parts is None:
+        if self.driver is None:
             super().backward(tensor, model, optimizer, *args, **kwargs)
             return
         weighted = tensor if self.loss_weight == 1 else tensor * self.loss_weight
-        with self.parts.backward_pass():
+        with self.driver.backward_pass():
             super().backward(weighted, model, optimizer, *args, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        assert self.parts is not None
-        self.parts.clip_norm(list(self.main_params(optimizer)), clip_val)
+        assert self.driver is not None
+        self.driver.clip_norm(list(self.main_params(optimizer)), clip_val)
 
     def clip_grad_by_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        assert self.parts is not None
-        self.parts.clip_value(list(self.main_params(optimizer)), clip_val)
+        clip_values_(self.main_params(optimizer), clip_val)

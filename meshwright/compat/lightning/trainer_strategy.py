@@ -24,7 +24,7 @@ from meshwright.compat.lightning.checkpoint_folder import (
     refuse_other_folder,
     save_folder,
 )
-from meshwright.compat.lightning.parts import ModuleParts
+from meshwright.compat.lightning.parts import divide_module
 from meshwright.compat.lightning.plan_argument import (
     CheckpointFormat,
     check_format,
@@ -44,12 +44,13 @@ from meshwright.compat.lightning.session_hook import (
 )
 from meshwright.compat.lightning.shares import BatchShare, ShareLoader, SharesOfLoaders, check_equal_shapes
 from meshwright.compat.plan_argument import PlanArgument
-from meshwright.compat.whole_states import divide_loaded_state, whole_optimizer_state
 from meshwright.data.prepared import PreparedShare
 from meshwright.errors import InputError
 from meshwright.exchange import all_gather_values
 from meshwright.launch.torch_private import add_gloo_for_cpu_tensors
 from meshwright.plan import Plan
+from meshwright.train.drive.driver import Driver
+from meshwright.train.drive.whole_states import divide_loaded_state
 from meshwright.train.session import Session
 from meshwright.train.step.optimizer import use_fused_kernels
 
@@ -79,8 +80,8 @@ class MeshwrightStrategy(DDPStrategy):
         self._plan_argument = plan
         self._precision_flag = "32-true"
         self._plan: Plan | None = None
-        self._parts: ModuleParts | None = None
-        self.session: Session | None = None  # of a module with the hook `session`, which then has no parts
+        self._driver: Driver | None = None
+        self.session: Session | None = None  # of a module with the hook `session`, which then has no driver
         self._precision_plugin: PlanPrecision | None = None
         super().__init__(**options)
         self._checkpoint_format = checkpoint_format
@@ -119,10 +120,10 @@ class MeshwrightStrategy(DDPStrategy):
         module: Any = self.lightning_module
         if has_session_hook(module):
             self._set_up_session(module, trainer)
-        elif self._parts is None or self._parts.module is not module:
-            self._parts = self._divide(module, trainer)
+        elif self._driver is None or self._driver.module is not module:
+            self._driver = self._divide(module, trainer)
         self.model = module
-        self.precision_plugin.parts = self._parts
+        self.precision_plugin.driver = self._driver
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -139,7 +140,7 @@ class MeshwrightStrategy(DDPStrategy):
             self.session = make_session(module, self._plan)
             count_steps(self.session, trainer)
 
-    def _divide(self, module: Any, trainer: Any) -> ModuleParts:
+    def _divide(self, module: Any, trainer: Any) -> Driver:
         add_gloo_for_cpu_tensors()
         self._plan = plan = self._read_plan(trainer)
         check_loop_plan(plan)
@@ -151,7 +152,9 @@ class MeshwrightStrategy(DDPStrategy):
             )
         if self._checks and trainer.state.fn == TrainerFn.FITTING:
             check_before_training(module, trainer.fit_loop._data_source.dataloader(), plan, self.root_device.type)
-        return ModuleParts(module, plan, self.root_device, self.world_size, in_parts=not module.automatic_optimization)
+        return divide_module(
+            module, plan, self.root_device, self.world_size, in_parts=not module.automatic_optimization
+        )
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -192,14 +195,14 @@ class MeshwrightStrategy(DDPStrategy):
                 use_fused_kernels(optimizer)
 
     def teardown(self) -> None:
-        if self.session is None and (self._parts is None or self.plan.axes.shard == 1):
+        if self.session is None and (self._driver is None or self.plan.axes.shard == 1):
             super().teardown()
             return
         # Shards stay where they are: moving the module would not move what FSDP2 holds.
         assert self.cluster_environment is not None
         assert self.accelerator is not None
-        if self._parts is not None:
-            self._parts.reshard()
+        if self._driver is not None:
+            self._driver.reshard()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -257,22 +260,22 @@ class MeshwrightStrategy(DDPStrategy):
         assert module is not None
         if self.session is not None:
             return getattr(module, name)(*args, **kwargs)
-        assert self._parts is not None
-        with self._parts.forward_pass():
+        assert self._driver is not None
+        with self._driver.forward_pass():
             if module.automatic_optimization:
                 return self._forward_redirection(module, module, name, *args, **kwargs)
             return getattr(module, name)(*args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        assert self._parts is not None
-        self._parts.after_optimizer_step(optimizer)
+        assert self._driver is not None
+        self._driver.after_optimizer_step(optimizer)
         return output
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        assert self._parts is not None
-        with self._parts.no_sync():
+        assert self._driver is not None
+        with self._driver.no_sync():
             yield
 
     # ---- validation, test and prediction
@@ -298,17 +301,17 @@ class MeshwrightStrategy(DDPStrategy):
     def _gather_for(self, batches_of: Callable[[Any], Sequence[int | float]]) -> None:
         """Gathers all weights if the ranks have different numbers of batches: a rank that runs a batch more than the
         others would wait for their shards. Lightning's loaders for prediction divide samples in this way."""
-        if self._parts is None or self.plan.axes.shard == 1:
+        if self._driver is None or self.plan.axes.shard == 1:
             return
         assert self.lightning_module is not None
         counts = [count if count < float("inf") else None for count in batches_of(self.lightning_module.trainer)]
         of_ranks = all_gather_values(counts)
         if None in counts or any(other != counts for other in of_ranks):
-            self._parts.gather()
+            self._driver.gather()
 
     def _release(self) -> None:
-        if self._parts is not None:
-            self._parts.release()
+        if self._driver is not None:
+            self._driver.release()
 
     # ---- checkpoints
 
@@ -326,11 +329,11 @@ class MeshwrightStrategy(DDPStrategy):
         if self.session is not None:
             save_session(path, self.session, contents)
             return
-        assert self._parts is not None
+        assert self._driver is not None
         # A checkpoint of weights only has no states of optimizers.
         optimizers = self.optimizers if "optimizer_states" in checkpoint else []
         step = int(checkpoint["global_step"])
-        save_folder(path, self._parts.module, self._parts.mesh, optimizers, contents, step)
+        save_folder(path, self._driver.module, self._driver.mesh, optimizers, contents, step)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(checkpoint_path)
@@ -342,8 +345,8 @@ class MeshwrightStrategy(DDPStrategy):
             if self.session is not None:
                 contents = load_session(path, self.session)
             else:
-                assert self._parts is not None
-                contents = load_folder(path, self._parts.module, self._parts.mesh, self.optimizers)
+                assert self._driver is not None
+                contents = load_folder(path, self._driver.module, self._driver.mesh, self.optimizers)
         return {**contents, "state_dict": {}, "optimizer_states": []}
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -351,11 +354,11 @@ class MeshwrightStrategy(DDPStrategy):
         holds for a folder."""
         if self.session is not None:
             return {}
-        assert self._parts is not None
+        assert self._driver is not None
         if self._checkpoint_format == "lightning":
-            return self._parts.whole_state()
-        self._parts.reshard()
-        state: dict[str, Any] = self._parts.module.state_dict()
+            return self._driver.whole_state()
+        self._driver.reshard()
+        state: dict[str, Any] = self._driver.module.state_dict()
         return state
 
     def full_state_dict(self) -> dict[str, Any]:
@@ -363,20 +366,21 @@ class MeshwrightStrategy(DDPStrategy):
         call this together."""
         if self.session is not None:
             return self.session.state_dict()
-        assert self._parts is not None
-        return self._parts.whole_state()
+        assert self._driver is not None
+        return self._driver.whole_state()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if not self._loaded_folder:
-            assert self._parts is not None
-            self._parts.load_whole_state(checkpoint["state_dict"], strict)
+            assert self._driver is not None
+            self._driver.module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         if self._checkpoint_format == "meshwright":
             return {}  # `save_checkpoint` writes the shards
-        assert self._parts is not None
-        self._parts.reshard()
-        return whole_optimizer_state(optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
+        assert self._driver is not None
+        return self._driver.whole_optimizer_state(
+            optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = [] if self._loaded_folder else checkpoint["optimizer_states"]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from meshwright.compat.transformers.batches import RankBatchSampler, RankStream, divide_loader
 from meshwright.compat.transformers.session_model import SessionModel
 from meshwright.errors import InputError
+from meshwright.parallel.clip import clip_values_
 from meshwright.plan import Plan
 from meshwright.train.session import Session
 
@@ -57,10 +58,7 @@ class SessionAccelerator(Accelerator):
         return self.session.clip_gradients(max_norm)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        for parameter in [parameters] if isinstance(parameters, Tensor) else list(parameters):
-            if parameter.grad is not None:
-                gradient = parameter.grad
-                (gradient.to_local() if hasattr(gradient, "to_local") else gradient).clamp_(-clip_value, clip_value)
+        clip_values_([parameters] if isinstance(parameters, Tensor) else parameters, clip_value)
 
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> nn.Module:
         if isinstance(model, SessionModel):

@@ -37,12 +37,7 @@ from meshwright.compat.transformers.arguments import (
 )
 from meshwright.compat.transformers.resume import check_checkpoint
 from meshwright.compat.transformers.session_model import SessionModel
-from meshwright.compat.transformers.whole_states import (
-    divides_weights,
-    load_whole_states,
-    whole_optimizer_state,
-    whole_weights,
-)
+from meshwright.compat.transformers.whole_states import divides_weights, whole_weights
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.proof.before_training.before_training import fastest_equal_plan
@@ -174,7 +169,7 @@ class MeshwrightTrainer(Trainer):
         )
         session.seeds_passes = self.args.world_size > 1  # one process draws the random numbers that Trainer draws
         if divides_weights(session):
-            load_whole_states(session)
+            session.driver.take_whole_tensors(session.optimizer)
         self.model, self.optimizer, self.accelerator.session = session.module, session.optimizer, session
         if self.lr_scheduler is not None:  # the user's, for the template
             _use_optimizer(self.lr_scheduler, template, session.optimizer)
@@ -320,7 +315,7 @@ class MeshwrightTrainer(Trainer):
         if self._session is None or not divides_weights(self._session):
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        state = whole_optimizer_state(self._session, keeps=self.args.should_save)
+        state = self._session.driver.whole_optimizer_state(self._session.optimizer, keeps=self.args.should_save)
         if self.args.should_save:
             torch.save(state, os.path.join(output_dir, OPTIMIZER_NAME))
             assert self.lr_scheduler is not None

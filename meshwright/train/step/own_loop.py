@@ -11,8 +11,8 @@ gradient             = mean of these over the data ranks                        
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import ref
 
@@ -36,6 +36,7 @@ from meshwright.parallel.model import ParallelModel
 from meshwright.parallel.replicate.unused import UnusedParameters
 from meshwright.plan_fields.shares import describe_shares
 from meshwright.plan_rules.table import refusal
+from meshwright.train.drive.driver import Driver, check_loss
 from meshwright.train.loop_checks.copies import WeightCopies
 from meshwright.train.loop_checks.gradient_hooks import LateHooks
 from meshwright.train.loop_checks.own_backward import describe_loss
@@ -87,7 +88,7 @@ class OwnLoop:
         self._collation = Collation(parallel)
         self._late_hooks = LateHooks(parallel)
         self._weight_copies: WeightCopies | None = None  # None if they are not compared
-        self._synchronizes = True
+        self.driver = Driver.of(parallel)
         self._prepared_share: PreparedShare | None = None  # what the loop of a prepared loader trains on at the moment
         self._forward_passes = 0  # since the last optimizer step
         self._has_own_passes = False  # whether the loop has called the model since the last optimizer step
@@ -116,7 +117,7 @@ class OwnLoop:
         is_borrowed = torch.is_grad_enabled() and self._prepared_share is not None and not self._prepared_share.samples
         borrowed = borrowed_samples(self._parallel.module) if is_borrowed else nullcontext()
         with self.generators.seeded(seed) if self.seeds_passes else nullcontext(), borrowed:
-            output = self._parallel.forward(*arguments, **keywords)
+            output = self.driver.forward(*arguments, **keywords)
         self._late_hooks.after_pass()
         return output
 
@@ -183,11 +184,7 @@ class OwnLoop:
         of other sessions' parameters, through which the loss was computed, are accumulated but not combined. All ranks
         call this together."""
         self._check_plan("backward")
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise InputError(
-                f"session.backward takes a loss with a gradient, one number, and this is {describe_loss(loss)}: give"
-                " what session.forward or session.mean returned"
-            )
+        check_loss(loss, "session.backward", ": give what session.forward or session.mean returned")
         if self._parallel.plan.shares.samples and not is_mean_of_ranks(loss):
             samples = describe_shares(self._parallel.plan.shares.samples)
             raise InputError(
@@ -196,18 +193,13 @@ class OwnLoop:
                 " the samples of a prepared loader"
             )
         self._report("backward")
-        self._parallel.backward(loss, synchronize=self._synchronizes, retain_graph=retain_graph)
-        self._gradients_are_combined = self._synchronizes
+        self.driver.backward(loss, retain_graph=retain_graph)
+        self._gradients_are_combined = self.driver.synchronizes
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Within this context, `backward` accumulates gradients without combining them over the data ranks. Use it for
         all but the last backward pass before an optimizer step."""
-        before, self._synchronizes = self._synchronizes, False
-        try:
-            yield
-        finally:
-            self._synchronizes = before
+        return self.driver.no_sync()
 
     @explains_errors
     def clip_gradients(self, max_norm: float) -> Tensor:
@@ -251,14 +243,13 @@ class OwnLoop:
     def _after_optimizer_step(self) -> None:
         """Counts an optimizer step of the user's loop, and makes the buffers equal on all data ranks. Does nothing
         after an optimizer step of `Session.step`."""
-        self._parallel.reshard()
         self._gradients_are_combined = None
         steps = self.steps + 1
+        self.driver.after_optimizer_step(aligns=self._has_own_passes)
         if self._has_own_passes:
             self._has_own_passes = False
             self._forward_passes = 0
             self.steps += 1
-            self._parallel.align_buffers()
         if self.explainer is not None:
             self.explainer.note_steps(steps)
         if self._weight_copies is not None:
