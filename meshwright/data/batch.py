@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from meshwright.data.partition import divide
 from meshwright.data.sampling import WeightedSampling
 from meshwright.data.share_table import ShareTable
+
+Items = TypeVar("Items", list[Any], range)
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,13 @@ class SampleShare:
     def divide(self, positions: range, batch: int) -> list[range]:
         """Returns the positions of every rank in the batch that is loaded as number `batch`."""
         return divide(positions, self.ranks, self.proportions(batch))
+
+    def take(self, batch: Items, number: int = 0) -> tuple[Items, list[int]]:
+        """Returns this rank's part of a batch that is loaded as this number, and how many samples each rank has. A rank
+        without any gets the first one of the batch, which must have no weight."""
+        shares = self.divide(range(len(batch)), number)
+        own = shares[self.rank]
+        return batch[own.start : own.stop] or batch[:1], [len(positions) for positions in shares]
 
     @property
     def even(self) -> "SampleShare":

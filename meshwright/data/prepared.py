@@ -1,10 +1,11 @@
-"""`PreparedLoader`: a user's `DataLoader`, of which each data rank loads its share of every batch.
+"""A user's `DataLoader`, of which a data rank loads its share of every batch: `PreparedLoader` for loops of a session
+and `DividedBatches` for loops of other libraries, which keep their own samplers, loaders and random numbers.
 
-Batch k of the loader on one process is the global batch k on any number of ranks. Rank 0 takes it from the loader's
-sampler and sends the indices of its samples to the other ranks. These iterate over their samplers, too, and ignore what
-they get: where ranks are seeded alike, their random generators stay alike. A rank then reads its share of the samples,
-in worker processes if the loader has some, and calls the loader's `collate_fn` with these samples only; or, if the
-result depends on the whole batch (collate/dependence.py), with all samples of the batch, and takes its rows.
+Batch k of a prepared loader on one process is the global batch k on any number of ranks. Rank 0 takes it from the
+loader's sampler and sends the indices of its samples to the other ranks. These iterate over their samplers, too, and
+ignore what they get: where ranks are seeded alike, their random generators stay alike. A rank then reads its share of
+the samples, in worker processes if the loader has some, and calls the loader's `collate_fn` with these samples only;
+or, if the result depends on the whole batch (collate/dependence.py), with all samples of the batch, and takes its rows.
 
 The generators are seeded for each sample (`randomness.py`), so random augmentation does not depend on the number of
 ranks either.
@@ -14,10 +15,11 @@ import operator
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, default_collate
 
 from meshwright.data.batch import LoadingOptions, SampleShare
 from meshwright.data.mapped import MicrobatchDataset, MicrobatchKeys
@@ -95,24 +97,23 @@ class PreparedLoader:
         return replace(self._share, first=self._steps())
 
     def _shares_of_samples(self, loading: LoadingOptions) -> Iterator[PreparedShare]:
-        # Of each batch that is being loaded: samples of this rank, of all ranks, and of the rank with the most.
-        counts: deque[tuple[int, int, int]] = deque()
+        sizes: deque[list[int]] = deque()  # of the batches that are being loaded: how many samples each rank has
         epoch, share = self._steps(), self._share_now()
 
         def keys() -> Iterator[MicrobatchKeys]:
             for number, indices in enumerate(_index_batches(self._loader)):
-                shares = share.divide(range(len(indices)), number)
-                positions = shares[share.rank]
-                counts.append((len(positions), len(indices), max(map(len, shares))))
+                rows, of_ranks = share.take(range(len(indices)), number)
+                sizes.append(of_ranks)
                 if loading.whole_batches:
-                    yield MicrobatchKeys(epoch, np.array(indices, np.int64), rows=(positions or range(1),))
-                    continue
-                local = indices[positions.start : positions.stop] or indices[:1]
-                yield MicrobatchKeys(epoch, np.array(local, np.int64))
+                    yield MicrobatchKeys(epoch, np.array(indices, np.int64), rows=(rows,))
+                else:
+                    yield MicrobatchKeys(epoch, np.array(indices[rows.start : rows.stop], np.int64))
 
         dataset = MicrobatchDataset(self._loader.dataset, self._seed, "sample", loading)
         for number, data in enumerate(load_items(dataset, loading, keys()), share.first):
-            yield PreparedShare(data[0] if loading.whole_batches else data, *counts.popleft(), number)
+            of_ranks = sizes.popleft()
+            rows = data[0] if loading.whole_batches else data
+            yield PreparedShare(rows, of_ranks[share.rank], sum(of_ranks), max(of_ranks), number)
 
     def _shares_of_stream(self, loading: LoadingOptions) -> Iterator[PreparedShare]:
         loader, share = self._loader, self._share_now()
@@ -129,6 +130,52 @@ class PreparedLoader:
         for number, (microbatch, samples) in enumerate(batches):
             most = max(map(len, share.divide(range(samples), number)))
             yield PreparedShare(microbatch.data, microbatch.samples, samples, most, share.first + number)
+
+
+class DividedBatches(BatchSampler):
+    """Yields the indices of a data rank's samples of each global batch, which consists of `together` successive batches
+    of a batch sampler: the same one on all ranks. `sizes` are the numbers of samples of the data ranks in the batch
+    that was read last. A rank without any gets the first sample, which must have no weight."""
+
+    def __init__(
+        self, batch_sampler: Any, share: SampleShare, together: int = 1, note: Callable[[list[int]], None] | None = None
+    ) -> None:
+        """`note` is called with the `sizes` of each batch that is read."""
+        self.batch_sampler = batch_sampler
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+        self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment]
+        self.configure(share, together, note)
+
+    def configure(self, share: SampleShare, together: int = 1, note: Callable[[list[int]], None] | None = None) -> None:
+        self.share, self.together, self._note = share, together, note
+        self.sizes: list[int] | None = None
+
+    def __len__(self) -> int:
+        batches = len(self.batch_sampler)
+        return batches // self.together if self.drop_last else -(-batches // self.together)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        self.sizes = None
+        for group in self.groups():
+            own, self.sizes = self._take(group)
+            if self._note is not None:
+                self._note(self.sizes)
+            yield own
+
+    def groups(self) -> Iterator[list[list[Any]]]:
+        """Yields the batches of which each global batch consists."""
+        batches = iter(self.batch_sampler)
+        while group := list(islice(batches, self.together)):
+            if len(group) == self.together or not self.drop_last:
+                yield group
+
+    def _take(self, group: list[list[Any]]) -> tuple[list[Any], list[int]]:
+        per_rank, rest = divmod(len(group), self.share.ranks)
+        if per_rank and not rest and len(group) == self.together and not self.share.samples:  # whole batches
+            parts = [list(chain(*group[n : n + per_rank])) for n in range(0, len(group), per_rank)]
+            return parts[self.share.rank], [len(part) for part in parts]
+        return self.share.take(list(chain(*group)))
 
 
 def check_divisible(loader: Any) -> None:

@@ -20,39 +20,23 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from meshwright.compat.loaders import check_full_batch
-from meshwright.data.partition import divide
+from meshwright.data.batch import SampleShare
+from meshwright.data.prepared import DividedBatches
 from meshwright.errors import InputError
 from meshwright.exchange import all_gather_values
 from meshwright.plan import Plan
 from meshwright.plan_fields.shares import share_sizes
 
 
-class ShareBatchSampler(BatchSamplerShard):
-    """Yields the indices of this process's share of each global batch. `samples` are the proportions of the shares.
-    `short_batch` is the number of samples of the last global batch, if that has been read and is short, otherwise None;
-    a process that gets none of them reads the first one, which must have no weight."""
-
-    samples: Sequence[int]
-    short_batch: int | None
+class ShareBatchSampler(DividedBatches, BatchSamplerShard):
+    """Divides the global batches of a sampler that Accelerate has made."""
 
     @property
     def global_batch(self) -> int:
         """The number of samples of a full global batch."""
-        return int(self.batch_size) * (1 if self.split_batches else self.num_processes)
+        return int(self.batch_size) * self.together
 
-    def __len__(self) -> int:
-        batches, together = len(self.batch_sampler), 1 if self.split_batches else self.num_processes
-        return batches // together if self.drop_last else -(-batches // together)
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        self.short_batch = None
-        for batch in self._global_batches():
-            if len(batch) < self.global_batch:
-                self.short_batch = len(batch)
-            share = divide(range(len(batch)), self.num_processes, self.samples)[self.process_index]
-            yield batch[share.start : share.stop] or batch[:1]
-
-    def _global_batches(self) -> Iterator[list[Any]]:
+    def groups(self) -> Iterator[list[list[Any]]]:
         indices = chain.from_iterable(self.batch_sampler)
         first: list[Any] = []
         while batch := list(islice(indices, self.global_batch)):
@@ -60,7 +44,7 @@ class ShareBatchSampler(BatchSamplerShard):
             missing = self.global_batch - len(batch)
             if missing and self.drop_last:
                 return
-            yield batch + (list(islice(cycle(first), missing)) if self.even_batches else [])
+            yield [batch, list(islice(cycle(first), missing)) if self.even_batches else []]
 
 
 class SharedBatches(accelerate.Accelerator):
@@ -80,7 +64,10 @@ class SharedBatches(accelerate.Accelerator):
         if samples and self.num_processes > 1:
             sampler = _sampler_of(prepared)
             sampler.__class__ = ShareBatchSampler
-            sampler.samples, sampler.short_batch = samples, None
+            sampler.configure(
+                SampleShare(self.process_index, self.num_processes, samples=tuple(samples)),
+                together=1 if self.split_batches else self.num_processes,
+            )
         return prepared
 
     def current_sizes(self) -> list[int] | None:
@@ -92,8 +79,9 @@ class SharedBatches(accelerate.Accelerator):
             sampler = getattr(sampler, "batch_sampler", None)
         if not isinstance(sampler, ShareBatchSampler):
             return None
-        short_batch = sampler.short_batch if loader.end_of_dataloader else None
-        return share_sizes(sampler.global_batch if short_batch is None else short_batch, sampler.samples)
+        if loader.end_of_dataloader:
+            return sampler.sizes  # only the last batch may be short
+        return list(share_sizes(sampler.global_batch, sampler.share.samples))
 
     def gather(self, tensor: Any) -> Any:
         """As Accelerate's; under a plan with shares, processes may have different numbers of rows."""

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from meshwright.compat.loaders import check_full_batch, loader_like
-from meshwright.data.partition import divide
+from meshwright.data.batch import SampleShare
+from meshwright.data.prepared import DividedBatches
 from meshwright.errors import InputError
 from meshwright.exchange import all_gather_values
 
@@ -75,14 +76,11 @@ class ShareLoader:
         _check(loader, samples)
         self.sampler = _of_all_ranks(loader.sampler)
         self.dataset = loader.dataset
-        self._ranks, self._rank, self._note = len(samples), data_rank, note
-        global_batch = loader.batch_size * len(samples)
-        batches: Any = BatchSampler(self.sampler, global_batch, loader.drop_last)
-        self.batch_sampler = _ShareBatches(batches, samples, data_rank)
-        self._sizes = [global_batch] * (len(self.sampler) // global_batch)
-        if len(self.sampler) % global_batch and not loader.drop_last:
-            self._sizes.append(len(self.sampler) % global_batch)
-        self._samples = samples
+        self._rank, self._note = data_rank, note
+        self._read: deque[list[int]] = deque()  # the sizes of batches that the loader has read, and not yielded
+        global_batches: Any = BatchSampler(self.sampler, loader.batch_size * len(samples), loader.drop_last)
+        share = SampleShare(data_rank, len(samples), samples=tuple(samples))
+        self.batch_sampler = DividedBatches(global_batches, share, note=self._read.append)
         self._loader: DataLoader[Any] = loader_like(loader, batch_sampler=self.batch_sampler)
 
     @property
@@ -94,31 +92,16 @@ class ShareLoader:
         self._loader.worker_init_fn = function
 
     def __len__(self) -> int:
-        return len(self._sizes)
+        return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
         self._note(None)
-        for size, batch in zip(self._sizes, self._loader, strict=True):
-            share = divide(range(size), self._ranks, self._samples)[self._rank]
-            self._note(batch_share(len(share), size, self._ranks))
+        self._read.clear()
+        for batch in self._loader:
+            sizes = self._read.popleft()
+            self._note(batch_share(sizes[self._rank], sum(sizes), len(sizes)))
             yield batch
         self._note(None)
-
-
-class _ShareBatches(BatchSampler):
-    """A data rank's part of each batch of a batch sampler. Where it gets none, it gets the first sample, which must
-    have no weight."""
-
-    def __init__(self, batches: BatchSampler, samples: Sequence[int], rank: int) -> None:
-        self._batches, self._samples, self._rank = batches, samples, rank
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for batch in self._batches:
-            share = divide(range(len(batch)), len(self._samples), self._samples)[self._rank]
-            yield batch[share.start : share.stop] or batch[:1]
 
 
 def _of_all_ranks(sampler: "DistributedSampler[Any]") -> "DistributedSampler[Any]":

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from meshwright.compat.transformers.batches import RankBatchSampler, RankStream, divide_loader
 from meshwright.compat.transformers.session_model import SessionModel
+from meshwright.data.batch import SampleShare
 from meshwright.errors import InputError
 from meshwright.parallel.clip import clip_values_
 from meshwright.plan import Plan
@@ -75,7 +76,8 @@ class SessionAccelerator(Accelerator):
             return super().prepare_data_loader(data_loader, *args, **kwargs)
         data_rank = self.process_index // plan.axes.tensor
         samples = () if self.prepares_evaluation else plan.shares.samples
-        divided = divide_loader(data_loader, self.num_processes, data_rank, plan.data_ranks, samples)
+        share = SampleShare(data_rank, plan.data_ranks, samples=samples)
+        divided = divide_loader(data_loader, self.num_processes, share)
         prepared = prepare_data_loader(
             divided,
             self.device,
@@ -102,7 +104,9 @@ class SessionAccelerator(Accelerator):
         """Whether the last batch that was loaded has no sample of this rank's own, but one of another rank, which must
         have no weight. Only the last batch of an epoch can be so short."""
         sampler = self._rank_batch_sampler()
-        return sampler is not None and sampler.borrows_sample and self.gradient_state.end_of_dataloader
+        if sampler is None or sampler.sizes is None or not self.gradient_state.end_of_dataloader:
+            return False
+        return sampler.sizes[sampler.share.rank] == 0
 
     def _rank_batch_sampler(self) -> RankBatchSampler | None:
         loader = self.gradient_state.active_dataloader

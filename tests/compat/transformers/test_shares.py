@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from meshwright.compat.transformers.batches import divide_loader
+from meshwright.data.batch import SampleShare
 from meshwright.errors import InputError
 from tests.compat.transformers.test_trainer import assert_close
 from tests.compat.transformers.trainers import Stream, Texts, launched, train
@@ -72,7 +73,7 @@ def test_a_resumed_training_goes_on_with_its_shares(two: RankPool, tmp_path: Pat
 def test_shares_of_samples_and_of_streams_are_the_same() -> None:
     def lengths(data: Any, rank: int, drop_last: bool) -> list[int]:
         loader: Any = DataLoader(data, batch_size=4, drop_last=drop_last, collate_fn=len)
-        return list(divide_loader(loader, 2, rank, 2, (5, 3)))
+        return list(divide_loader(loader, 2, SampleShare(rank, 2, samples=(5, 3))))
 
     with launched(0, 1):
         Accelerator(cpu=True)  # whose state the sampler needs
@@ -86,4 +87,4 @@ def test_a_batch_that_is_too_small_for_the_shares_is_refused() -> None:
     with pytest.raises(
         InputError, match=r"of a global batch of 2 samples, plan.shares.samples \[9, 1\] gives data rank 1 none"
     ):
-        divide_loader(loader, 2, 0, 2, (9, 1))
+        divide_loader(loader, 2, SampleShare(0, 2, samples=(9, 1)))
