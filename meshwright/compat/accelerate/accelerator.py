@@ -29,7 +29,7 @@ from meshwright.compat.accelerate.checkpoint_folder import (
 from meshwright.compat.accelerate.plan_argument import plan_of_argument
 from meshwright.compat.accelerate.prepared_model import PreparedModel
 from meshwright.compat.accelerate.settings import check_arguments, check_variables, warn_once
-from meshwright.compat.accelerate.shares import SharedBatches, loss_weight
+from meshwright.compat.accelerate.shares import SharedBatches
 from meshwright.compat.accelerate.uneven_inputs import JoinedModel
 from meshwright.compat.plan_argument import PlanArgument
 from meshwright.errors import InputError
@@ -39,6 +39,7 @@ from meshwright.launch.torch_private import add_gloo_for_cpu_tensors
 from meshwright.parallel.apply import apply
 from meshwright.parallel.clip import clip_values_
 from meshwright.plan import Plan
+from meshwright.train.drive.driver import loss_weight
 from meshwright.train.step.optimizer import use_fused_kernels
 
 
@@ -180,7 +181,7 @@ class Accelerator(SharedBatches):
         loader gave last."""
         sizes: Sequence[float] | None = self.current_sizes() if count is None else all_gather_values(float(count))
         if sizes is not None:
-            loss = loss * loss_weight(sizes, self.process_index)
+            loss = loss * loss_weight(sizes[self.process_index], sum(sizes), len(sizes))
         with ExitStack() as stack:
             for model in self._prepared:
                 stack.enter_context(model.backward_pass())

@@ -119,12 +119,6 @@ def _check(loader: "DataLoader[Any]", samples: Sequence[int], dispatches: bool |
     check_full_batch(size and size * processes, samples)
 
 
-def loss_weight(sizes: Sequence[float], process: int) -> float:
-    """The factor of a process's loss, the mean over its part of `sizes`, with which the mean over the processes of
-    their gradients is that of the mean over all parts."""
-    return len(sizes) * sizes[process] / (sum(sizes) or 1)
-
-
 def gather_rows(data: Any) -> Any:
     """Concatenates the tensors of all processes along their first dimension, of which processes may have different
     sizes. All processes call this together."""

@@ -20,6 +20,7 @@ from meshwright.data.batch import SampleShare
 from meshwright.data.prepared import DividedBatches
 from meshwright.errors import InputError
 from meshwright.exchange import all_gather_values
+from meshwright.train.drive.driver import loss_weight
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class BatchShare:
 
 
 def batch_share(samples: int, global_samples: int, ranks: int) -> BatchShare:
-    return BatchShare(samples, global_samples, ranks * samples / global_samples)
+    return BatchShare(samples, global_samples, loss_weight(samples, global_samples, ranks))
 
 
 class SharesOfLoaders:

@@ -42,6 +42,12 @@ def check_loss(loss: Any, method: str, remedy: str = "", error: type[InputError]
         raise error(f"{method} takes a loss with a gradient, one number, and this is {describe_loss(loss)}{remedy}")
 
 
+def loss_weight(samples: float, global_samples: float, ranks: int) -> float:
+    """The factor of a rank's loss, the mean over its samples (or targets), with which the mean of the ranks' gradients
+    is that of the mean over all samples."""
+    return ranks * samples / (global_samples or 1)
+
+
 class Driver:
     """Runs a module that consists of one or several parts which the same plan has divided. All ranks call its methods
     together. `synchronizes` says whether backward passes combine the gradients of the ranks, or accumulate them."""
