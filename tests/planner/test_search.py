@@ -10,6 +10,7 @@ import pytest
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError
+from meshwright.numbers.units import bytes_text
 from meshwright.plan import Plan
 from meshwright.plan_fields.constraints import make_constraints
 from meshwright.plan_fields.effects import Numerics
@@ -81,7 +82,7 @@ def test_vgg16_over_pcie_splits_the_fully_connected_layers() -> None:
     }
     explanation = " ".join(explain(result, inputs))
     assert "hold 89% of the weights but do under 1% of the multiplications" in explanation
-    assert "saves an all-reduce of 495 MB per step" in explanation
+    assert "saves an all-reduce of 472 MiB per step" in explanation
     assert "would fit on one device" in explanation
     assert "PCIe3-x16" in explanation
 
@@ -92,7 +93,7 @@ def test_the_all_reduce_that_the_explanation_says_is_saved_is_not_sent() -> None
     sent = exchanges(profile, best.plan, best.candidate.microbatch_samples)
     combined = sum(e.bytes * e.count for e in sent if (e.axis, e.collective) == ("replicate", "all_reduce"))
     saved = profile.parameter_bytes - combined
-    assert f"saves an all-reduce of {saved / 1e6:.0f} MB per step" in " ".join(explain(result, inputs))
+    assert f"saves an all-reduce of {bytes_text(saved)} per step" in " ".join(explain(result, inputs))
     weight_bytes = best.prediction.memory.breakdown["weights"]
     assert weight_bytes == pytest.approx(combined + saved / 8)
 
