@@ -194,7 +194,7 @@ def test_plans_that_loops_of_accelerate_cannot_run_are_refused() -> None:
         for plan, message in (
             ({"axes": {"tensor": 2}}, "is for 2 ranks, but 1 were started"),
             ({"memory": {"accumulation": 2}}, r"accumulate with Accelerator\(gradient_accumulation_steps=…\)"),
-            ({"gradients": {"powersgd_rank": 2}}, "set gradients.powersgd_rank to 0"),
+            ({"gradients": {"powersgd_rank": 2}}, "set powersgd_rank to 0"),
         ):
             with pytest.raises(InputError, match=message):
                 Accelerator(plan=plan).prepare(network())

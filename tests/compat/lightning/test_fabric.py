@@ -159,7 +159,7 @@ def test_the_name_is_registered() -> None:
     ("plan", "precision", "reason"),
     [
         ({"axes": {"tensor": 2}}, "32-true", "session(self, plan)"),
-        ({"axes": {"context": 2}}, "32-true", "because axes.context is 2"),
+        ({"axes": {"context": 2}}, "32-true", "axes.context is 2"),
         ({"axes": {"replicate": 2}, "gradients": {"local_steps": 4}}, "32-true", "local_steps"),
         (None, "bf16-true", "numerics.precision"),
         ({"axes": {"replicate": 1}}, "bf16-mixed", "numerics.precision: bf16"),
