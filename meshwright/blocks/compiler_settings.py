@@ -2,6 +2,7 @@
 torch 2.11 to 2.13."""
 
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,16 +15,29 @@ _LOSS_OPTIONS = ("weight", "size_average", "ignore_index", "reduce", "reduction"
 
 def _set() -> Callable[[], None]:
     fill_caches()
-    undo_logging, undo_loss = _leave_out_logging(), _trace_cross_entropies()
+    undo_each = (_leave_out_logging(), _trace_cross_entropies(), _ignore_untraced_functions())
 
     def undo() -> None:
-        undo_logging()
-        undo_loss()
+        for undo_one in undo_each:
+            undo_one()
+
+    return undo
+
+
+def _set_for_ddp() -> Callable[[], None]:
+    before = torch._dynamo.config.optimize_ddp
+    torch._dynamo.config.optimize_ddp = False
+
+    def undo() -> None:
+        torch._dynamo.config.optimize_ddp = before
 
     return undo
 
 
 COMPILER_SETTINGS = ProcessSetting(_set)
+# Makes the compiler leave functions whole that compute gradients of several DDP buckets. It cannot divide functions
+# that recompute activations.
+WHOLE_ACROSS_DDP_BUCKETS = ProcessSetting(_set_for_ddp)
 
 
 def fill_caches() -> None:
@@ -54,6 +68,19 @@ def _leave_out_logging() -> Callable[[], None]:
 
     def undo() -> None:
         config.ignore_logging_functions = before
+
+    return undo
+
+
+def _ignore_untraced_functions() -> Callable[[], None]:
+    """Ignores the warning of a function that the compiler cannot trace: `Compilation.check_step` says the same in one
+    line. Returns the function that undoes this."""
+    warnings.filterwarnings("ignore", message="Dynamo does not know how to trace")
+    added = warnings.filters[0]
+
+    def undo() -> None:
+        if added in warnings.filters:
+            warnings.filters.remove(added)  # type: ignore[attr-defined]
 
     return undo
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.blocks.compiler_settings import COMPILER_SETTINGS
+from meshwright.blocks.compiler_settings import COMPILER_SETTINGS, WHOLE_ACROSS_DDP_BUCKETS
 from meshwright.blocks.failed_module import where_it_failed
 from meshwright.blocks.recompute import find_blocks
 from meshwright.exchange import all_gather_values
@@ -37,7 +37,6 @@ from meshwright.parallel.tensor.compiled_blocks import SplitBlocks, has_split_la
 from meshwright.parallel.tensor.local_graph import CannotRecord
 from meshwright.parallel.torch_private import (
     as_one_graph,
-    compile_across_ddp_buckets,
     compiler_errors,
     cpp_compilers,
     graph_breaks,
@@ -202,15 +201,13 @@ def compile_model(
             compilation.warn(f"nothing is compiled, because {reason}{where}")
         return Compilation()
     COMPILER_SETTINGS.make_for(compilation)
-    # `Compilation.check_step` says the same in one line.
-    warnings.filterwarnings("ignore", message="Dynamo does not know how to trace")
     blocks = [name for name in find_blocks(module) if _is_complete(module.get_submodule(name))]
     if plan.axes.tensor > 1:
         _compile_split_model(module, blocks, compilation)
         return compilation
     recomputes_in_ddp = plan.memory.recompute != "none" and plan.world_size == plan.axes.replicate > 1
     if recomputes_in_ddp:  # DDP sends the gradients of a block while the blocks before it run their backward passes
-        compile_across_ddp_buckets()
+        WHOLE_ACROSS_DDP_BUCKETS.make_for(compilation)
     whole_model = plan.compute.compile == "model" and plan.axes.shard == 1 and not recomputes_in_ddp
     as_a_whole = whole_model or not blocks
     if as_a_whole and plan.world_size == 1:

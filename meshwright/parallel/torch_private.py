@@ -384,9 +384,3 @@ def graph_breaks() -> dict[str, int]:
     return {
         reason: count for reason, count in counts.items() if _ON_PURPOSE not in reason and "LazyScores" not in reason
     }
-
-
-def compile_across_ddp_buckets() -> None:
-    """Makes the compiler leave functions whole that compute gradients of several DDP buckets. It cannot divide
-    functions that recompute activations."""
-    torch._dynamo.config.optimize_ddp = False

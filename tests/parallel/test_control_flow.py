@@ -148,7 +148,7 @@ def test_only_code_outside_of_blocks_decides_which_blocks_run() -> None:
     [
         {"axes": {"tensor": 2}},
         {"axes": {"tensor": 2}, "modules": {"splits": {"head": {"kind": "none"}}}},
-        {"axes": {"pipeline": 2}, "pipeline": {"cuts": ["down"]}},
+        {"axes": {"pipeline": 2}, "pipeline": {"cuts": ["down"], "microbatches": 2}},
     ],
 )
 def test_plans_that_need_a_trace_are_refused(plan: dict[str, Any]) -> None:

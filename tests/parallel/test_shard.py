@@ -10,7 +10,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from meshwright.blocks.recompute import recompute_blocks
-from meshwright.errors import InputError
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.replicate.replicate import broadcast_buffers
 from meshwright.parallel.shard import gradient_synchronization, reshard, shard
@@ -135,21 +134,6 @@ def test_evaluation_leaves_weights_gathered_until_reshard(two: RankPool) -> None
     gathered, gathered_after, units = two.run(evaluate_and_reshard, plan_of(2, sharding="gradients"))[0]
     assert (gathered, gathered_after) == (True, False)
     assert units == ["", "blocks.0", "blocks.1"], "a block with a weight tied to the outside is part of the root unit"
-
-
-def refusal_of_replicate_split(rank: int, size: int) -> str:
-    plan = Plan.model_validate(
-        {"axes": {"shard": 2}, "modules": {"splits": {"head": {"kind": "column", "axis": "replicate"}}}}
-    )
-    try:
-        shard_mixed(plan, size)
-    except InputError as error:
-        return str(error)
-    return ""
-
-
-def test_layers_split_over_the_replicate_axis_are_refused(two: RankPool) -> None:
-    assert "plan.modules.splits.head splits a layer over the replicate axis" in two.run(refusal_of_replicate_split)[0]
 
 
 class TwoDtypes(nn.Module):

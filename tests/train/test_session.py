@@ -1,5 +1,8 @@
 """A session in a user's own loop: precision and memory format, evaluation over ranks, buffers, saving and resuming."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from meshwright.plan import Plan
 from meshwright.train.metrics import accuracy
 from meshwright.train.session import Parameters, Session
 from tests.ranks import RankPool
+from tests.soaked import all_but
 from tests.train.one_process import equal_states, world
 from tests.train.toy import Net, points
 
@@ -335,3 +339,16 @@ def learning_rates(rank: int, size: int) -> list[float]:
 
 def test_a_schedule_does_not_depend_on_the_number_of_ranks(three: RankPool) -> None:
     assert three.run(learning_rates) == [learning_rates(0, 1)] * 3
+
+
+@pytest.mark.parametrize("compilation", all_but(["none"], ["none", "model"]))
+def test_torch_is_as_it_was_after_an_import_and_when_a_session_is_freed(compilation: str) -> None:
+    """What is named here has a row in docs/design.md."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.train.torch_state", compilation]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    settings = ["compiler.ignore_logger_methods", "compiler.ignore_logging_functions", "filters of warnings"]
+    assert json.loads(output.splitlines()[-1]) == {
+        "imported": [],
+        "trained": settings if compilation == "model" else [],
+        "freed": [],
+    }
