@@ -66,13 +66,6 @@ KNOWN_DIFFERENCES: tuple[tuple[str, str, tuple[Key, ...], str], ...] = (
         "an attention that gathers the sequence along the tensor axis gathers keys and values along the context axis"
         " once, for both passes, also in a plan with a ring",
     ),
-    (
-        "mixture",
-        "S2C2",
-        (("context", "all_gather"),),
-        "the ranks of the context axis gather more of the sequence than is predicted (31,680 bytes of the"
-        " test's model); why was not found yet",
-    ),
 )
 LARGEST_RELATIVE_ERROR = 0.1  # of the bytes held
 
