@@ -177,7 +177,8 @@ def _search_precision(inputs: PlanningInputs, profiles: Profiles, precision: str
     by_sizes: dict[AxisSizes, Bounded] = {}
     for item in sorted(bounded, key=lambda item: (item[1].guess_s, RECOMPUTES.index(item[0].recompute))):
         by_sizes.setdefault(item[0].sizes, []).append(item)
-    neighbours = Neighbours(summary, inputs, traits_of(summary.profile), list(by_sizes))
+    traits = traits_of(summary.profile)
+    neighbours = Neighbours(summary, inputs, traits, list(by_sizes), lambda point: prices.plan(point) is not None)
     descent = Descent(prices, neighbours, bounds_hold(inputs.constraints))
     plain = _search_plain(state, descent, by_sizes)
     _search_axes(state, descent, by_sizes)

@@ -116,6 +116,8 @@ def call_autograd_function(func: Any, name: str, args: tuple[Any, ...], kwargs: 
     view = args[0]
     if name == "register_hook":
         hook = args[1] if len(args) > 1 else kwargs["hook"]
+        if getattr(hook, "ignores_gradient", False):  # nothing has to be gathered for it (parallel/shard.py)
+            return view.local_tensor.register_hook(hook)
         return view.local_tensor.register_hook(_hook_on_full_gradient(hook, view))
     result = func(view.local_tensor, *args[1:], **kwargs)
     if name == "grad" and result is not None:

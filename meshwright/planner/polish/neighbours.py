@@ -35,14 +35,17 @@ _STEPS = (-1, 1, -2, 2)
 
 @dataclass
 class Neighbours:
-    """Lists neighbours for one model on one cluster. `sizes` are the ways to divide the devices into axes."""
+    """Lists neighbours for one model on one cluster. `sizes` are the ways to divide the devices into axes, and
+    `can_run` says whether a point is a plan that can be run."""
 
     summary: ModelSummary
     inputs: PlanningInputs
     traits: ModelTraits
     sizes: Sequence[AxisSizes]
+    can_run: Callable[[Point], bool] = lambda _: True
 
     def __post_init__(self) -> None:
+        self._usual: dict[tuple[AxisSizes, str], dict[str, Any]] = {}
         self._series: dict[tuple[AxisSizes, str], list[list[Candidate]]] = {}
         self._known_sizes = set(self.sizes)
 
@@ -86,8 +89,8 @@ class Neighbours:
     def _moves(self, point: Point) -> Iterator[Point]:
         """With other axes, the code is compiled as it is mostly the fastest with them."""
         for sizes in self._other_sizes(point.candidate.sizes):
-            fields = self.compiled(sizes, point.candidate.recompute)[-1]
             for other in self._on(sizes, point.candidate):
+                fields = self._usual_compilation(other)
                 moved = replace(point, candidate=other, compute=with_fields(point.compute, fields))
                 yield replace(moved, cast="operators") if sizes.shard == 1 else moved
 
@@ -150,10 +153,19 @@ class Neighbours:
 
     def usual(self, candidate: Candidate) -> Point:
         """The candidate with the fields of `compute` that are mostly the fastest."""
-        fields = self.compiled(candidate.sizes, candidate.recompute)[-1]
+        fields = self._usual_compilation(candidate)
         if self.inputs.can_fuse_optimizer and self.inputs.allow != "same":
             fields = {**fields, "fused_optimizer": True}
         return Point(candidate, with_fields((), fields), offload=self.inputs.offload)
+
+    def _usual_compilation(self, candidate: Candidate) -> dict[str, Any]:
+        """What is mostly the fastest of what can be compiled of this model with the axes of the candidate."""
+        key = (candidate.sizes, candidate.recompute)
+        if key not in self._usual:
+            choices = self.compiled(*key)
+            can_run = (fields for fields in reversed(choices) if self.can_run(Point(candidate, with_fields((), fields))))
+            self._usual[key] = next(can_run, choices[-1])
+        return self._usual[key]
 
     def _computes(self, point: Point) -> Iterator[Point]:
         candidate = point.candidate
