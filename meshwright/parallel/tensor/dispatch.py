@@ -49,6 +49,12 @@ from meshwright.parallel.torch_private import (
 from meshwright.profile.structure.split_rules import CannotSplit
 from meshwright.user_code import running_line
 
+# Methods that take the shape of another tensor, with those that are given the shape itself.
+_TAKES_SHAPE: dict[str, Callable[..., Tensor]] = {
+    "view_as": Tensor.view,
+    "reshape_as": Tensor.reshape,
+    "expand_as": Tensor.expand,
+}
 # Names of tensor attributes and methods. Those of the first group do not touch elements and describe the full tensor;
 # those of the second concern autograd, which runs on the local tensor.
 _NAMES = {
@@ -93,6 +99,8 @@ def dispatch_by_rules(
         view = type(args[0])(args[0].local_tensor, args[0].spec, tuple(args[0].shape))
         join_memory(args[0], view)
         return view
+    if name in _TAKES_SHAPE and len(args) == 2 and not is_shard_view(args[0]) and not args[1].spec.samples_by_rank:
+        return _TAKES_SHAPE[name](args[0], tuple(args[1].shape))  # nothing has to be gathered for a shape
     result = call_rule(func, args, kwargs)
     if result is not NotImplemented:
         return result

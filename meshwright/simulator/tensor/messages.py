@@ -23,6 +23,7 @@ divided values, it is divided as well, and its gradient is gathered in the backw
     embedding                   reduce_scatter Y              all_gather Y
     weights that stay whole                                   all_reduce of their bytes       _whole_weights
         and have a number a token                             all_gather of their bytes
+    experts that stay whole     all_gather X and of the choices' weights    all_gather X      _of_experts
 
 Over the replicate axis, each rank has its own samples. X and Y are the bytes of the samples of all n ranks:
 
@@ -42,7 +43,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from meshwright.blocks.module_names import is_inside
+from meshwright.blocks.module_names import enclosing_modules, is_inside
 from meshwright.cluster.cluster import Collective
 from meshwright.dtypes import ITEM_BYTES
 from meshwright.plan import Plan
@@ -139,6 +140,7 @@ class _ForwardWalk:
         self._layers_with_input_gradient = _layers_with_input_gradient(profile)
         self._widths = {name: p.shape[-1] for p in profile.parameters for name in p.names if p.shape}
         self._whole = _whole_weights(profile, self._split_of_module, shares) if plan.modules.sequence else {}
+        self._experts = {module for layer in profile.experts for module in layer.modules}
 
     def messages_of(self, segment: TraceSegment, batch: float) -> Iterator[tuple[str, str, TensorMessage]]:
         """Yields the messages of the segment's operators in one run of the segment, each with its axis and layer."""
@@ -151,9 +153,28 @@ class _ForwardWalk:
                     yield split.share.axis, layer, message
                 if split.kind in ("row", "embedding") and _is_divided_along_sequence(split, self._plan):
                     self.divided, self._tokens = True, split.tokens
-            if self.divided and layer not in visited:
+            if not self.divided or layer in visited or (experts := self._experts_of(layer)) and experts in visited:
+                continue
+            if not experts:
                 visited.add(layer)
                 yield from (("tensor", layer, message) for message in self._weight_messages(operator))
+            elif operator.kind == "matmul":
+                visited.add(experts)
+                yield from (("tensor", layer, message) for message in self._of_experts(operator, batch))
+
+    def _experts_of(self, layer: str) -> str:
+        """The module of experts in which a layer computes; empty for others."""
+        return next((name for name in enclosing_modules(layer) if name in self._experts), "") if self._experts else ""
+
+    def _of_experts(self, operator: Operator, batch: float) -> Iterator[TensorMessage]:
+        """Every rank gathers the tokens of all, with the weights of their choices, and its experts compute all rows; the
+        gradient of what they return is gathered. `operator` is their first product."""
+        tokens, item = self._tokens, ITEM_BYTES.get(operator.dtype, 4)
+        size = batch * tokens * operator.shape[3].constant * item * _padding(tokens, self._plan.axes.tensor)
+        choices = size / operator.shape[3].constant * rows_of_sample(operator) / tokens
+        yield TensorMessage("all_gather", size, 1, True)
+        yield TensorMessage("all_gather", choices, 1, True)
+        yield TensorMessage("all_gather", size, 1, False)
 
     def _weight_messages(self, operator: Operator) -> Iterator[TensorMessage]:
         tokens = self._tokens
