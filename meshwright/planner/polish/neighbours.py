@@ -163,7 +163,9 @@ class Neighbours:
         key = (candidate.sizes, candidate.recompute)
         if key not in self._usual:
             choices = self.compiled(*key)
-            can_run = (fields for fields in reversed(choices) if self.can_run(Point(candidate, with_fields((), fields))))
+            can_run = (
+                fields for fields in reversed(choices) if self.can_run(Point(candidate, with_fields((), fields)))
+            )
             self._usual[key] = next(can_run, choices[-1])
         return self._usual[key]
 

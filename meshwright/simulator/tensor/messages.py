@@ -153,7 +153,8 @@ class _ForwardWalk:
                     yield split.share.axis, layer, message
                 if split.kind in ("row", "embedding") and _is_divided_along_sequence(split, self._plan):
                     self.divided, self._tokens = True, split.tokens
-            if not self.divided or layer in visited or (experts := self._experts_of(layer)) and experts in visited:
+            experts = self._experts_of(layer) if self.divided else ""
+            if not self.divided or not visited.isdisjoint({layer, experts}):
                 continue
             if not experts:
                 visited.add(layer)
@@ -167,8 +168,8 @@ class _ForwardWalk:
         return next((name for name in enclosing_modules(layer) if name in self._experts), "") if self._experts else ""
 
     def _of_experts(self, operator: Operator, batch: float) -> Iterator[TensorMessage]:
-        """Every rank gathers the tokens of all, with the weights of their choices, and its experts compute all rows; the
-        gradient of what they return is gathered. `operator` is their first product."""
+        """Every rank gathers the tokens of all, with the weights of their choices, and its experts compute all rows.
+        The gradient of what they return is gathered. `operator` is their first product."""
         tokens, item = self._tokens, ITEM_BYTES.get(operator.dtype, 4)
         size = batch * tokens * operator.shape[3].constant * item * _padding(tokens, self._plan.axes.tensor)
         choices = size / operator.shape[3].constant * rows_of_sample(operator) / tokens
