@@ -1,6 +1,6 @@
 """The exceptions that users may see. The command line prints each of them as one clear line, without a traceback."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 
 
@@ -9,6 +9,16 @@ class MeshwrightError(Exception):
     status for it."""
 
     exit_code = 1
+
+
+def chain_of(error: BaseException | None, end: BaseException | None = None) -> Iterator[BaseException]:
+    """Yields an exception and those that it was raised from or while handling, the last one first, without `end` and
+    those before it. Each is yielded once: an exception may be among those that it was raised from."""
+    seen: list[BaseException] = []
+    while error is not None and error is not end and not any(error is other for other in seen):
+        yield error
+        seen.append(error)
+        error = error.__cause__ or error.__context__
 
 
 class InputError(MeshwrightError):

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from meshwright import errors
-from meshwright.errors import MeshwrightError, UserCodeError
+from meshwright.errors import MeshwrightError, UserCodeError, chain_of
 
 SLOW_S = 5.0  # an import or a constructor that takes longer is announced on stderr
 
@@ -59,12 +59,10 @@ def _message(error: BaseException) -> str:
 def user_position(error: BaseException) -> tuple[str, int] | None:
     """Returns the file and line of the innermost call in the user's code that the exception, or the exception that
     caused it, came through. Returns None if it came through no code of the user."""
-    cause: BaseException | None = error
-    while cause is not None:
-        for frame in reversed(traceback.extract_tb(cause.__traceback__)):
+    for raised in chain_of(error):
+        for frame in reversed(traceback.extract_tb(raised.__traceback__)):
             if is_user_file(frame.filename):
                 return frame.filename, frame.lineno or 0
-        cause = cause.__cause__ or cause.__context__
     return None
 
 

@@ -1,10 +1,11 @@
 """Names the module of a model in which an error was raised."""
 
-from collections.abc import Iterator
 from traceback import walk_tb
 from typing import Any
 
 from torch import nn
+
+from meshwright.errors import chain_of
 
 
 def where_it_failed(error: BaseException, model: nn.Module) -> str:
@@ -12,7 +13,7 @@ def where_it_failed(error: BaseException, model: nn.Module) -> str:
     the error was raised; an empty text if it was none, as in a backward pass."""
     modules = {id(module): name for name, module in model.named_modules()}
     running: nn.Module | None = None
-    for seen in _chain(error):
+    for seen in chain_of(error):
         for frame, _ in walk_tb(seen.__traceback__):
             owner = frame.f_locals.get("self")
             if isinstance(owner, nn.Module) and id(owner) in modules:
@@ -26,7 +27,7 @@ def where_it_failed(error: BaseException, model: nn.Module) -> str:
 
 def _compiled_module(error: BaseException, model: nn.Module) -> nn.Module | None:
     """The module whose forward pass the compiler was looking at. Its errors have the lines of code, but no frames."""
-    for seen in _chain(error):
+    for seen in chain_of(error):
         for line in reversed(getattr(seen, "real_stack", None) or ()):
             for module in model.modules():
                 if _is_in_forward(line, module):
@@ -40,11 +41,3 @@ def _is_in_forward(line: Any, module: nn.Module) -> bool:
         return False
     numbers = [number for _, _, number in code.co_lines() if number is not None]
     return min(numbers) <= line.lineno <= max(numbers)
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, and those that it was raised from."""
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        seen = seen.__cause__ or seen.__context__

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from meshwright.errors import InputError, MeshwrightError, StorageError
+from meshwright.errors import InputError, MeshwrightError, StorageError, chain_of
 from meshwright.numbers.units import bytes_text
 
 # `require_space` leaves this many bytes for the file system's own tables and for small files such as logs.
@@ -94,7 +94,7 @@ def writing(path: Path, needed: int | None = None) -> Iterator[None]:
     except (MeshwrightError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # torch.distributed.checkpoint's exception is no Exception
-        problem = _find_problem(_chain(error, handled_before), path, needed, free_before)
+        problem = _find_problem(list(chain_of(error, handled_before)), path, needed, free_before)
         if problem is None:
             raise
         raise problem from error
@@ -146,17 +146,6 @@ def output_error(error: OSError, folder: Path, source: str = "output") -> Meshwr
     an `InputError` if the folder is wrong. `source` is the field or option in which the user wrote it."""
     problem = None if error.errno in _ABOUT_ONE_PATH else describe_storage_problem(error, folder)
     return problem or InputError(f"{source}: cannot write in '{folder}': {error.strerror}")
-
-
-def _chain(error: BaseException, end: BaseException | None) -> list[BaseException]:
-    """Returns the exception and those that it was raised from or while handling, from the last to the first, without
-    `end` and those before it."""
-    chain: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause is not end and not any(cause is other for other in chain):
-        chain.append(cause)
-        cause = cause.__cause__ or cause.__context__
-    return chain
 
 
 def _find_problem(

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import torch
 
-from meshwright.errors import CollectiveError, MeshwrightError, OutOfMemory, RankError, UserCodeError
+from meshwright.errors import CollectiveError, MeshwrightError, OutOfMemory, RankError, UserCodeError, chain_of
 from meshwright.launch import environment
 from meshwright.launch.communication_errors import explain_communication_error
 from meshwright.launch.heartbeat import Heartbeat
@@ -84,11 +84,8 @@ def _start_watchdog(
 
 def has_no_files_left(error: BaseException | None) -> bool:
     """Whether the cause of an exception is the limit of open files (`ulimit -n`). Torch says so in a text only."""
-    while error is not None:
-        if getattr(error, "errno", None) == errno.EMFILE or os.strerror(errno.EMFILE) in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    full = os.strerror(errno.EMFILE)
+    return any(getattr(raised, "errno", None) == errno.EMFILE or full in str(raised) for raised in chain_of(error))
 
 
 def _explain(error: BaseException, heartbeat: Heartbeat) -> MeshwrightError | None:

@@ -35,7 +35,7 @@ def check_full_at_a_later_save(case: list[dict[str, Any]], disk: Path, ranks: in
     assert full["class"] == "StorageError"
     assert re.fullmatch(
         rf"rank \d failed at step {step} \(save\): {disk}/runs/toy-0001/checkpoints: the disk mounted at {disk}"
-        rf" \(tmpfs, 4\.2 MB\) is full: 1\.\d MB are needed, \d+\.\d KB are free, \d+\.\d KB are missing{ADVICE}",
+        rf" \(tmpfs, 4 MiB\) is full: 1\.\d+ MiB are needed, \d+ KiB are free, \d+ KiB are missing{ADVICE}",
         full["error"],
     ), full["error"]
     assert (full["step"], full["names"]) == (step - 2, [f"step-{step - 2:08d}"])

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import torch
 
+from meshwright.errors import chain_of
 from meshwright.train.torch_private import end_allocating_to_pool, release_pool
 
 T = TypeVar("T")
@@ -89,7 +90,5 @@ def _reset_generators(generators: Sequence[torch.Generator], device: torch.devic
 
 def _forget_frames(error: BaseException) -> None:
     """Frees the local variables of the functions in which an error was raised. Its traceback keeps their names."""
-    seen: BaseException | None = error
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen = seen.__cause__ or seen.__context__
+    for raised in chain_of(error):
+        traceback.clear_frames(raised.__traceback__)
