@@ -22,6 +22,9 @@ from validation.machines.namespaces import Machine, two_machines, why_not
 
 pytestmark = pytest.mark.soak
 STEPS, CUT_S = 30, 10
+# A rank that is alone on its machine would take both cores, and the search may choose another layout of images: both
+# change the order of sums.
+REPLICAS = ["--set", "plan={axes: {replicate: 2}, compute: {threads: 1}}"]
 
 
 @pytest.fixture
@@ -82,8 +85,7 @@ def weights_of(run: RunFolder) -> dict[str, Tensor]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     """The weights that two ranks of this machine train, in fp32."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    plan = ["--cluster", "2xcpu", "--set", "plan={axes: {replicate: 2}}"]
-    command = [sys.executable, "-m", "meshwright", *train_arguments(folder), *plan]
+    command = [sys.executable, "-m", "meshwright", *train_arguments(folder), "--cluster", "2xcpu", *REPLICAS]
     subprocess.run(command, check=True, capture_output=True, timeout=200)
     return weights_of(RunFolder(folder / "mnist-0001"))
 
@@ -91,13 +93,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
 def test_a_cable_that_is_cut_for_ten_seconds_changes_no_bit(
     machines: tuple[Machine, Machine], undisturbed: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    processes = [torchrun(machine, machines[0], tmp_path, nodes="2") for machine in machines]
+    words = [*train_arguments(tmp_path / "runs"), *REPLICAS]
+    processes = [torchrun(machine, machines[0], tmp_path, "2", words) for machine in machines]
     run = RunFolder(tmp_path / "runs" / "mnist-0001")
     wait_for(run, rank=1, step=8)
     machines[1].cut()
     time.sleep(CUT_S)
     machines[1].restore()
-    assert [process.wait(200) for process in processes] == [0, 0], logs(tmp_path)
+    assert [process.wait(500) for process in processes] == [0, 0], logs(tmp_path)
     assert "resuming" not in logs(tmp_path)
     torch.testing.assert_close(weights_of(run), undisturbed, rtol=0, atol=0)
 
@@ -111,7 +114,7 @@ def test_a_machine_that_is_taken_away_leaves_the_other_to_go_on(
     run = RunFolder(tmp_path / "runs" / "mnist-0001")
     wait_for(run, rank=1, step=12)
     second.take_away()
-    assert process.wait(300) == 0, logs(tmp_path)
+    assert process.wait(500) == 0, logs(tmp_path)
     assert "on 1 CPU rank (one rank · fp32)" in logs(tmp_path)
     for name, weight in weights_of(run).items():
         error = (weight - undisturbed[name]).norm() / undisturbed[name].norm()
@@ -129,7 +132,7 @@ def test_doctor_measures_the_link_between_the_machines(
     for machine in machines:
         machine.shape("100mbit")
     processes = [torchrun(machine, machines[0], tmp_path, "2", ["doctor", "--json"]) for machine in machines]
-    assert [process.wait(200) for process in processes] == [0, 0], logs(tmp_path)
+    assert [process.wait(500) for process in processes] == [0, 0], logs(tmp_path)
     report = json.loads(next(line for line in logs(tmp_path).splitlines() if line.startswith("{")))
     assert [machine["ranks"] for machine in report["machines"]] == [[0], [1]]
     assert 8e6 < report["machines"][1]["bandwidth_bytes_per_s"] < 13e6
