@@ -5,10 +5,12 @@ from typing import Any
 
 # The package `meshwright.launch` is loaded here, so that no later import of it replaces the function of this name. Its
 # modules are imported with `from meshwright.launch.world import join`; `meshwright.launch.world` is no attribute.
+from meshwright.compat import register_doors
 from meshwright.launch.local.launch_function import launch
 from meshwright.version import VERSION
 
 __version__ = VERSION
+register_doors()
 
 # The public names and their modules, which are imported at first use: `import meshwright` does not import torch.
 _MODULES = {

@@ -15,6 +15,7 @@ from zlib import crc32
 
 from pydantic import BaseModel, ConfigDict
 
+from meshwright import doors
 from meshwright.errors import InputError, did_you_mean
 from meshwright.numbers.limits import is_number
 from meshwright.torchvision_import import mend_torchvision
@@ -41,6 +42,8 @@ class Call(BaseModel):
 
 def load(path: str) -> Any:
     """The object that an import path names: `package.module:name`, `package.module.name` or `folder/file.py:name`."""
+    if path in doors.names("call"):
+        return doors.function("call", path)
     if ".py:" in path:
         file, _, name = path.rpartition(":")
         return _attribute(_import_file(Path(file), path), name, path)

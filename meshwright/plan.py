@@ -7,7 +7,7 @@ from typing import Any, Self
 import yaml
 from pydantic import model_validator
 
-from meshwright.deepspeed_config.plan_groups import plan_of_config
+from meshwright import doors
 from meshwright.files.storage import write_atomically
 from meshwright.plan_fields.effects import NUMERICS, Numerics, PlanGroup, effect
 from meshwright.plan_fields.groups import (
@@ -149,7 +149,7 @@ class Plan(PlanGroup):
     @classmethod
     def from_deepspeed(cls, config: str | Path | dict[str, Any], ranks: int | None = None) -> Self:
         """The plan of a DeepSpeed configuration, which is a path or a dict (docs/deepspeed.md)."""
-        return cls.model_validate(plan_of_config(config, ranks))
+        return cls.model_validate(doors.function("plan", "deepspeed")(config, ranks))
 
     def to_yaml(self, only_differences: bool = False) -> str:
         """The plan, or only what differs from the defaults, as YAML text, which `load_plan` reads back as this plan."""

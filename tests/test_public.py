@@ -26,8 +26,9 @@ MNIST = Path(meshwright.__file__).parent.parent / "jobs" / "mnist.yaml"
     ],
     ids=["import", "load a job", "--help", "train --help"],
 )
-def test_torch_is_not_imported_before_it_is_needed(code: str) -> None:
+def test_torch_and_doors_are_not_imported_before_they_are_needed(code: str) -> None:
     check_imports = "\nimport sys\nassert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    check_imports += "\nassert not [name for name in sys.modules if name.startswith('meshwright.compat.')]"
     process = subprocess.run([sys.executable, "-c", code + check_imports], capture_output=True, text=True, timeout=60)
     assert process.returncode == 0, process.stderr
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import meshwright.compat.horovod as hvd
 from meshwright.compat.horovod.launcher.arguments import LaunchOptions
 from meshwright.compat.horovod.launcher.static import run_static
-from meshwright.launch.horovod_variables import read_horovod_variables
+from meshwright.compat.horovod.variables import read_horovod_variables
 from meshwright.launch.loopback import connect_store
 from meshwright.workloads.mnist import Net
 

@@ -74,7 +74,7 @@ def strategies(
     Strategies that cannot train this job are listed with the reason. For a
     cluster that is not this machine, such as 8xV100-16GB, all is predicted.
     """
-    from meshwright.compat.lightning_job import load_plain_job
+    from meshwright.cli.job_file import load_plain_job
     from meshwright.launch.local.fork_server import preloaded
 
     if output:

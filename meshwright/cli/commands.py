@@ -152,7 +152,7 @@ def train(
     """Train a job on all devices of this machine. If torchrun, mpirun or srun starts this command, each process that it
     starts is one rank. A plan that divides the model is first checked against one device, once for each model; if it
     trains another model, the exit code is 3."""
-    from meshwright.compat.lightning_job import is_module_job, load_train_job
+    from meshwright.cli.job_file import is_module_job, load_train_job, train_module_job
     from meshwright.job import load_plan
     from meshwright.launch.environment import read_environment
 
@@ -169,9 +169,7 @@ def train(
     if on is not None:
         result: Any = train_in_ray_workers(loaded_job, given_plan, on, workers, cluster, resume, record, unproved)
     elif is_module_job(loaded_job):
-        from meshwright.cli.lightning_module import train_lightning_module
-
-        result = train_lightning_module(loaded_job, given_plan, cluster, resume, record)
+        result = train_module_job(loaded_job, given_plan, cluster, resume, record)
     elif read_environment().launched:
         result = train_as_rank(loaded_job, given_plan, cluster, resume, record, unproved)
     elif nodes is not None:
@@ -254,7 +252,7 @@ def prove(
 ) -> None:
     """Check that a job trains the same model under its plan as on one device: every loss, gradient, buffer and weight.
     If not, the exit code is 3, and the first difference and its cause are printed."""
-    from meshwright.compat.lightning_job import load_plain_job
+    from meshwright.cli.job_file import load_plain_job
     from meshwright.job import load_plan
 
     if job is None and against is None:

@@ -160,7 +160,7 @@ def _job_with_sequence(request: PlanRequest, job: "Job", tokens: int) -> "Job":
 
 def _load_job(word: str, settings: list[str], sizes: SampleSizes) -> "Job":
     """Returns the job that the user names, or the job that `meshwright init` would write for the model."""
-    from meshwright.compat.lightning_job import load_plain_job
+    from meshwright.cli.job_file import load_plain_job
     from meshwright.job import load_job
 
     if is_model_name(word):

@@ -4,9 +4,9 @@ optimizer and schedule take the place of the job's. This file imports neither De
 from pathlib import Path
 from typing import Any
 
-from meshwright.deepspeed_config.batch import BatchSizes, complete
-from meshwright.deepspeed_config.config import DeepSpeedConfig, read_config, warn_about_keys
-from meshwright.deepspeed_config.plan_groups import data_ranks_of, plan_groups, refuse_sum
+from meshwright.compat.deepspeed_config.batch import BatchSizes, complete
+from meshwright.compat.deepspeed_config.config import DeepSpeedConfig, read_config, warn_about_keys
+from meshwright.compat.deepspeed_config.plan_groups import data_ranks_of, plan_groups, refuse_sum
 from meshwright.errors import InputError
 from meshwright.job import Job, load_plan
 from meshwright.job_sections.sections import LearningRateSchedule, LossScaleSettings, Optimizer

@@ -8,8 +8,6 @@ from typing import Any, NoReturn
 
 from meshwright.call import load
 from meshwright.errors import InputError
-from meshwright.files.user_path import user_path
-from meshwright.files.yaml_file import read_mapping
 from meshwright.job import Job, load_job
 
 # What stands in such a job in place of the fields that a job needs and the module has.
@@ -17,34 +15,12 @@ _OPTIMIZER = "meshwright.compat.lightning_job:configured_by_module"
 MODULE_LOADERS = "meshwright.compat.lightning_job:loaders_of_module"
 
 
-def load_train_job(path: str | Path, settings: Sequence[str]) -> Job:
-    """Reads a job file as `load_job` does. If it has no optimizer and its model is a LightningModule, the fields that
-    the module has are filled in."""
-    raw = read_mapping(user_path(path, "the job file"), "job")
-    if "optimizer" in raw or any(setting.startswith("optimizer") for setting in settings):
-        return load_job(path, settings)
-    filled = [f"optimizer.call={_OPTIMIZER}"]
-    if "data" not in raw:
-        filled.append(f"data.train.call={MODULE_LOADERS}")
+def job_of_module(path: str | Path, settings: Sequence[str], *, has_data: bool) -> Job | None:
+    """Reads a job file without an optimizer as `load_job` does, and fills in what its LightningModule has: optimizer
+    and, if the file has none, data. Returns None if the model is no LightningModule."""
+    filled = [f"optimizer.call={_OPTIMIZER}", *([] if has_data else [f"data.train.call={MODULE_LOADERS}"])]
     job = load_job(path, [*settings, *filled])
-    return job if _is_lightning_module(load(job.model.call)) else load_job(path, settings)
-
-
-def load_plain_job(path: str | Path, settings: Sequence[str], command: str) -> Job:
-    """Reads a job file for a command other than `train`. Raises an `InputError` if its model is a LightningModule."""
-    job = load_train_job(path, settings)
-    if is_module_job(job):
-        raise InputError(
-            f"{path}: the model ({job.model.call}) is a LightningModule, which only `meshwright train` can run: for"
-            f" `meshwright {command}`, write a job whose model is the network inside of it, with data, loss and"
-            " optimizer"
-        )
-    return job
-
-
-def is_module_job(job: Job) -> bool:
-    """Whether the job's model is a LightningModule that configures its optimizers itself."""
-    return job.optimizer.call == _OPTIMIZER
+    return job if _is_lightning_module(load(job.model.call)) else None
 
 
 def check_module_job(job: Job) -> None:

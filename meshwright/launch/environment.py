@@ -76,11 +76,14 @@ def fork_server_pid() -> int | None:
     return int(os.environ[FORK_SERVER_PID]) if FORK_SERVER_PID in os.environ else None
 
 
-def launched_rank_and_store() -> tuple[LaunchedRank, StorePlace]:
-    """Returns this rank of another launcher than meshwright's, and where its store is."""
-    rank = read_launched_rank(os.environ)
-    assert rank is not None
-    return rank, find_store_place(rank, os.environ)
+def launched_rank() -> LaunchedRank | None:
+    """Returns this process as its launcher describes it; None if no launcher started it as one of several ranks."""
+    return read_launched_rank(os.environ)
+
+
+def store_of(rank: LaunchedRank) -> StorePlace:
+    """Returns where the store of this rank's launcher is."""
+    return find_store_place(rank, os.environ)
 
 
 def check_can_be_alone() -> None:
@@ -98,9 +101,14 @@ def store_address() -> tuple[str, int]:
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
-def all_variables() -> dict[str, str]:
-    """Returns all environment variables, for a command that is started with some others."""
-    return dict(os.environ)
+def variables_of(*beginnings: str) -> dict[str, str]:
+    """Returns the environment variables of a library, whose names begin with one of these, for the library's room."""
+    return {name: value for name, value in os.environ.items() if name.startswith(beginnings)}
+
+
+def variables_with(**changes: str) -> dict[str, str]:
+    """Returns all environment variables with these changes, for a process that is started."""
+    return {**os.environ, **changes}
 
 
 def python_path_with(folder: Path) -> str:

@@ -79,7 +79,9 @@ def join(device: str, timeout_s: float) -> World:
             agree(versions(), env.rank, env.size, store, "versions", timeout_s)
         group_store = store
     else:
-        rank, place = environment.launched_rank_and_store()
+        rank = environment.launched_rank()
+        assert rank is not None
+        place = environment.store_of(rank)
         if rank.is_on_one_machine:
             use_interface(loopback.interface())
         else:

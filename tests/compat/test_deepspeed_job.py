@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from meshwright.call import load
+from meshwright.compat.deepspeed_config.schedules import VALID_LR_SCHEDULES
 from meshwright.compat.deepspeed_job import job_of_config
 from meshwright.errors import InputError
 from meshwright.job import Job, parse_job
@@ -43,8 +45,14 @@ def test_the_configuration_replaces_what_it_says(tmp_path: Path) -> None:
     assert (job.optimizer.call, job.optimizer.groups) == ("torch.optim:AdamW", "no_decay")
     assert job.optimizer.arguments == {"lr": 0.5, "betas": (0.8, 0.9), "eps": 1e-8, "weight_decay": 0.0}
     assert job.schedule is not None
-    assert (job.schedule.call, job.schedule.per) == ("meshwright.deepspeed_config.schedules:WarmupDecayLR", "step")
+    assert job.schedule.call == "meshwright.compat.deepspeed_config.schedules:WarmupDecayLR"
+    assert job.schedule.per == "step"
     assert job.schedule.arguments == {"total_num_steps": 40, "warmup_max_lr": 0.5}
+
+
+def test_schedules_in_the_job_files_of_earlier_runs_are_found() -> None:
+    for name in VALID_LR_SCHEDULES:
+        assert load(f"meshwright.deepspeed_config.schedules:{name}").__name__ == name
 
 
 def test_the_job_keeps_what_the_configuration_leaves_out(tmp_path: Path) -> None:

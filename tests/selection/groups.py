@@ -31,7 +31,7 @@ PATHS = {
     "plans": ("auto", "bench", "calibrate", "planner", "profile", "report", "selftest", "simulator", "workloads"),
     "proofs": ("blocks", "checkpoint", "collectives", "parallel", "proof", "train", "validation/test_fuzz.py"),
     "launch": ("cli", "doors", "launch", "machines"),
-    "compat": ("compat", "deepspeed_config", "export"),
+    "compat": ("compat", "export"),
     "docs": ("documentation",),
     "validation": (
         "validation/collectives",

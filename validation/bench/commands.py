@@ -64,7 +64,7 @@ def peers(
     documentation recommends for speed. Final losses must agree. `make peers`
     installs the peers; one that is missing is listed with the command.
     """
-    from meshwright.compat.lightning_job import load_plain_job
+    from meshwright.cli.job_file import load_plain_job
     from meshwright.launch.local.fork_server import preloaded
 
     if output:
@@ -187,7 +187,7 @@ def faults(
     """
     import tempfile
 
-    from meshwright.compat.lightning_job import load_plain_job
+    from meshwright.cli.job_file import load_plain_job
     from validation.bench.faults.measure import FaultRequest, measure
 
     if output:

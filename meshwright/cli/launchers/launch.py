@@ -77,8 +77,8 @@ def launch(
     machines and ranks as its plan has. It is printed to stdout, or written to --output."""
     with phase("importing PyTorch"):
         from meshwright.auto.choose import plan_of_job
+        from meshwright.cli.job_file import load_plain_job
         from meshwright.cluster.detect import find_cluster
-        from meshwright.compat.lightning_job import load_plain_job
         from meshwright.export.launch_files.layout import lay_out
         from meshwright.export.launch_files.request import LaunchRequest
         from meshwright.export.launch_files.write import write_launch_file

@@ -116,8 +116,8 @@ def ranks_per_node(plan: "Plan | Literal['auto']", cluster: "Cluster", nodes: No
 
 def main() -> None:
     """Trains as a rank, with a `RankRequest` in JSON as its argument."""
+    from meshwright.cli.job_file import load_train_job
     from meshwright.cli.training import print_result, train_as_rank
-    from meshwright.compat.lightning_job import load_train_job
     from meshwright.job import load_plan
     from meshwright.launch.environment import read_environment
     from meshwright.launch.nodes.launch import write_result

@@ -34,7 +34,7 @@ def train_in_ray_workers(
     unproved: bool = False,
 ) -> dict[str, Any] | None:
     """Trains the job on the Ray cluster `on`. Returns the result of the run."""
-    from meshwright.compat.lightning_job import is_module_job
+    from meshwright.cli.job_file import is_module_job
     from meshwright.launch.environment import read_environment
 
     if is_module_job(job):

@@ -15,7 +15,7 @@ def print_diagnosis(job: str, settings: list[str], cluster: str | None, html: Pa
 
     with phase("importing PyTorch"):
         from meshwright.auto.diagnosis import diagnose_job
-        from meshwright.compat.lightning_job import load_plain_job
+        from meshwright.cli.job_file import load_plain_job
     begin = perf_counter()
     loaded_job = load_plain_job(find_job(job), settings, "doctor")
     answer = diagnose_job(loaded_job, cluster=cluster, notify=say)

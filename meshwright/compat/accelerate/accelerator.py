@@ -28,13 +28,12 @@ from meshwright.compat.accelerate.checkpoint_folder import (
 )
 from meshwright.compat.accelerate.plan_argument import plan_of_argument
 from meshwright.compat.accelerate.prepared_model import PreparedModel
-from meshwright.compat.accelerate.settings import check_arguments, check_variables, warn_once
+from meshwright.compat.accelerate.settings import check_arguments, check_variables, read_variables, warn_once
 from meshwright.compat.accelerate.shares import SharedBatches
 from meshwright.compat.accelerate.uneven_inputs import JoinedModel
 from meshwright.compat.plan_argument import PlanArgument
 from meshwright.errors import InputError
 from meshwright.exchange import all_gather_values
-from meshwright.launch.accelerate_variables import read_accelerate_variables
 from meshwright.launch.torch_private import add_gloo_for_cpu_tensors
 from meshwright.parallel.apply import apply
 from meshwright.parallel.clip import clip_values_
@@ -53,7 +52,7 @@ class Accelerator(SharedBatches):
 
     def __init__(self, *arguments: Any, plan: PlanArgument = None, check: bool = True, **keywords: Any) -> None:
         given = inspect.signature(accelerate.Accelerator).bind(*arguments, **keywords).arguments
-        without_effect = check_arguments(given) + check_variables(read_accelerate_variables())
+        without_effect = check_arguments(given) + check_variables(read_variables())
         super().__init__(*arguments, **keywords)
         if "split_batches" in given:  # Accelerate 1.15 has this argument, and ignores it
             self.dataloader_config.split_batches = bool(given["split_batches"])

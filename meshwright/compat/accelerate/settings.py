@@ -21,6 +21,7 @@ from accelerate.utils import (
 )
 
 from meshwright.errors import InputError
+from meshwright.launch.environment import variables_of
 
 _USE_A_PLAN = "give Accelerator(plan=…) a plan instead (docs/accelerate.md)"
 # Arguments that choose another engine, with the field of a plan that does the same.
@@ -65,6 +66,12 @@ def check_arguments(arguments: Mapping[str, Any]) -> list[str]:
             " accelerator.skip_first_batches(loader, n)"
         )
     return _check_handlers(arguments.get("kwargs_handlers") or ())
+
+
+def read_variables() -> dict[str, str]:
+    """Returns the environment variables that begin with `ACCELERATE_`, by their names without this prefix. `accelerate
+    launch` gives its options in them, and those of the file that `accelerate config` has written."""
+    return {name.removeprefix("ACCELERATE_"): value for name, value in variables_of("ACCELERATE_").items()}
 
 
 def check_variables(variables: Mapping[str, str]) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 from meshwright.checkpoint.load import load, read_manifest_once
 from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.compat.deepspeed.settings import DTYPES
-from meshwright.deepspeed_config.config import DeepSpeedConfig, Precision
+from meshwright.compat.deepspeed_config.config import DeepSpeedConfig, Precision
 from meshwright.errors import CheckpointError, InputError
 from meshwright.exchange import broadcast_value
 from meshwright.files.storage import write_atomically

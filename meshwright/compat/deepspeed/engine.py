@@ -18,8 +18,8 @@ from meshwright.compat.deepspeed.api.zero import note_model
 from meshwright.compat.deepspeed.checkpoints import EngineCheckpoints
 from meshwright.compat.deepspeed.errors import CallError
 from meshwright.compat.deepspeed.settings import EngineSettings
-from meshwright.deepspeed_config.batch import CompleteSizes, complete
-from meshwright.deepspeed_config.config import DeepSpeedConfig
+from meshwright.compat.deepspeed_config.batch import CompleteSizes, complete
+from meshwright.compat.deepspeed_config.config import DeepSpeedConfig
 from meshwright.parallel.clip import global_norm
 from meshwright.train.drive.driver import check_loss
 from meshwright.train.session import Session

@@ -18,11 +18,11 @@ from meshwright.compat.deepspeed.engine import DeepSpeedEngine
 from meshwright.compat.deepspeed.errors import CallError
 from meshwright.compat.deepspeed.pipe import PipelineModule
 from meshwright.compat.deepspeed.pipeline_engine import PipelineEngine
+from meshwright.compat.deepspeed_config.batch import complete
+from meshwright.compat.deepspeed_config.config import DeepSpeedConfig, read_config, warn_about_keys
+from meshwright.compat.deepspeed_config.plan_groups import data_ranks_of, plan_groups
+from meshwright.compat.deepspeed_config.sections import OptimizerSection, SchedulerSection
 from meshwright.compat.deepspeed_job import loss_scale_of
-from meshwright.deepspeed_config.batch import complete
-from meshwright.deepspeed_config.config import DeepSpeedConfig, read_config, warn_about_keys
-from meshwright.deepspeed_config.plan_groups import data_ranks_of, plan_groups
-from meshwright.deepspeed_config.sections import OptimizerSection, SchedulerSection
 from meshwright.job import load_plan
 from meshwright.launch.torch_private import add_gloo_for_cpu_tensors
 from meshwright.launch.world import join

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 _HERE = "meshwright.compat.deepspeed"
-_SCHEDULES = "meshwright.deepspeed_config.schedules"
+_SCHEDULES = "meshwright.compat.deepspeed_config.schedules"
 # The name of a module of DeepSpeed, without `deepspeed.`, and the modules whose public names it has.
 MODULES: dict[str, tuple[str, ...]] = {
     "accelerator": (f"{_HERE}.api.accelerator",),

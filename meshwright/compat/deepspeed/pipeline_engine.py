@@ -17,8 +17,8 @@ from meshwright.compat.deepspeed.api.dataloader import RepeatingLoader
 from meshwright.compat.deepspeed.engine import DeepSpeedEngine
 from meshwright.compat.deepspeed.errors import CallError
 from meshwright.compat.deepspeed.pipe import PipelineModule
-from meshwright.deepspeed_config.batch import CompleteSizes
-from meshwright.deepspeed_config.config import DeepSpeedConfig
+from meshwright.compat.deepspeed_config.batch import CompleteSizes
+from meshwright.compat.deepspeed_config.config import DeepSpeedConfig
 from meshwright.launch.world import World
 from meshwright.plan import Plan
 from meshwright.train.session import Session

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from meshwright.deepspeed_config.batch import CompleteSizes
-from meshwright.deepspeed_config.config import DeepSpeedConfig
+from meshwright.compat.deepspeed_config.batch import CompleteSizes
+from meshwright.compat.deepspeed_config.config import DeepSpeedConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -30,7 +30,7 @@ from meshwright.compat.horovod.optimizer_parameters import (
 )
 from meshwright.compat.horovod.process_sets import ProcessSet, global_process_set
 from meshwright.compat.horovod.state import horovod
-from meshwright.launch.horovod_variables import read_horovod_variables
+from meshwright.compat.horovod.variables import read_horovod_variables
 
 # A started all-reduce: its handle or, for a sparse gradient, the function that waits; and what decompresses it. None
 # stands for a gradient of a backward pass after which nothing is reduced yet.

@@ -16,7 +16,7 @@ from meshwright.compat.horovod.engine.operation import Operation
 from meshwright.compat.horovod.engine.rendezvous import Placement, place, place_among, place_in_communicator
 from meshwright.compat.horovod.engine.timeline import Timeline
 from meshwright.compat.horovod.exceptions import HorovodInternalError
-from meshwright.launch.horovod_variables import HorovodVariables, read_horovod_variables
+from meshwright.compat.horovod.variables import HorovodVariables, read_horovod_variables
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 

@@ -4,17 +4,31 @@ them, and returns the result. In each rank, rank.py runs Lightning's Trainer."""
 from typing import Any, Literal
 
 from meshwright.cluster.cluster import Cluster
-from meshwright.cluster.detect import check_is_local
+from meshwright.cluster.detect import check_is_local, find_cluster
 from meshwright.compat.lightning.plan_argument import check_loop_plan
 from meshwright.compat.lightning_job import check_module_job
-from meshwright.errors import Stopped
+from meshwright.errors import InputError, Stopped
 from meshwright.job import Job
+from meshwright.launch.environment import read_environment
 from meshwright.launch.local.launch import RankSettings, launch
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Axes
 from meshwright.train.check import check_devices, check_rank_count
 from meshwright.train.output.folder import lock_run_folder, read_result, write_job_and_plan
 from meshwright.train.run import DETERMINISTIC
+
+
+def train(job: Job, plan: Plan | Literal["auto"], cluster: str | None, resume: str, record: int) -> dict[str, Any]:
+    """Trains the module as the command `train` and returns the result. `cluster` replaces that of the job, unless it is
+    None."""
+    if read_environment().launched:
+        raise InputError(
+            "a launcher such as torchrun started this command, but the job's model is a LightningModule: start the"
+            " command without a launcher, or use Trainer(strategy='meshwright') in a script of your own"
+        )
+    if record:
+        raise InputError(f"--record {record} does not work for a LightningModule: leave it out")
+    return train_module(job, plan, find_cluster(cluster or job.cluster), resume)
 
 
 def train_module(job: Job, plan: Plan | Literal["auto"], cluster: Cluster, resume: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright.compat.deepspeed as deepspeed
-from meshwright.deepspeed_config.schedules import WarmupLR
+from meshwright.compat.deepspeed_config.schedules import WarmupLR
 
 STEPS, ACCUMULATION, MICRO = 4, 2, 4
 RATE, DECAY, CLIP = 1e-2, 0.1, 0.3

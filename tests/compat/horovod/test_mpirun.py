@@ -12,8 +12,8 @@ import torch
 
 import meshwright.compat.horovod as hvd
 from meshwright.compat.horovod.launcher import command
+from meshwright.compat.horovod.variables import read_horovod_variables
 from meshwright.errors import InputError
-from meshwright.launch.horovod_variables import read_horovod_variables
 from tests.ranks import RankPool
 
 OTHER_LAUNCHERS = ("HOROVOD_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI")

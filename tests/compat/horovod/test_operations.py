@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import meshwright.compat.horovod as hvd
-from meshwright.launch.horovod_variables import read_horovod_variables
+from meshwright.compat.horovod.variables import read_horovod_variables
 from tests.compat.horovod.world import run_horovod
 from tests.ranks import RankPool
 

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from meshwright.checkpoint.load import find_newest_valid, load
 from meshwright.cli import app
+from meshwright.cli.job_file import load_train_job
 from meshwright.cluster.detect import find_cluster
-from meshwright.compat.lightning_job import load_train_job
 from meshwright.errors import InputError
 from meshwright.job import load_plan, parse_job
 from meshwright.launch.heartbeat import Heartbeat

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from meshwright.checkpoint.load import find_newest_valid
 from meshwright.checkpoint.manifest import checkpoints_in
 from meshwright.errors import RankError
-from meshwright.launch.environment import all_variables
+from meshwright.launch.environment import variables_with
 from meshwright.launch.heartbeat import HeartbeatRecord
 from meshwright.train.output.folder import RunFolder
 from meshwright.train.output.recovery import read_recoveries
@@ -91,7 +91,7 @@ def disturbed_run(
     temporary.mkdir(parents=True)
     words = [*words, "--json", "--resume", "never", "--set", f"output={folder / 'runs'}"]
     # Compiled code is not a leftover: it is cached on purpose, and serves the runs that come after.
-    variables = {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "compiled"), **all_variables()}
+    variables = {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "compiled"), **variables_with()}
     command = start(words, {**variables, "TMPDIR": str(temporary)}, out, err)
     run = RunFolder(folder / "runs" / f"{name}-0001")
     try:

@@ -6,8 +6,8 @@ from typing import Any
 
 from meshwright.compat.deepspeed.api.comm import get_world_size
 from meshwright.compat.deepspeed.errors import CallError
-from meshwright.deepspeed_config.batch import BatchSizes, complete
-from meshwright.deepspeed_config.config import CLIPPING, load_file
+from meshwright.compat.deepspeed_config.batch import BatchSizes, complete
+from meshwright.compat.deepspeed_config.config import CLIPPING, load_file
 from meshwright.errors import InputError
 
 ADAM_OPTIMIZER = "adam"

@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from meshwright.compat.deepspeed.api.comm import get_rank
-from meshwright.deepspeed_config.config import load_file
+from meshwright.compat.deepspeed_config.config import load_file
 
 logger = logging.getLogger("DeepSpeed")
 

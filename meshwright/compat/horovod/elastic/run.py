@@ -10,7 +10,7 @@ from meshwright.compat.horovod.engine.driver_link import driver_link
 from meshwright.compat.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt, MismatchError
 from meshwright.compat.horovod.process_sets import init_process_sets
 from meshwright.compat.horovod.state import horovod
-from meshwright.launch.horovod_variables import read_horovod_variables
+from meshwright.compat.horovod.variables import read_horovod_variables
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:

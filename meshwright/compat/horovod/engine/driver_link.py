@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from meshwright.compat.horovod.engine.frames import FrameReader, send_frame
-from meshwright.launch.horovod_variables import HorovodVariables
+from meshwright.compat.horovod.variables import HorovodVariables
 
 Listener = Callable[[float, int], None]
 

@@ -32,7 +32,7 @@ from meshwright.compat.horovod.engine.requests import (
 from meshwright.compat.horovod.engine.stalls import CHECK_S, StallCheck
 from meshwright.compat.horovod.engine.timeline import Timeline
 from meshwright.compat.horovod.exceptions import HorovodInternalError, MismatchError
-from meshwright.launch.horovod_variables import HorovodVariables
+from meshwright.compat.horovod.variables import HorovodVariables
 
 _DEFERRED_S = 0.5
 _BLOCKED_S = 0.2  # after this time, a rank that waits for an operation tells rank 0 so

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshwright.launch.horovod_variables import HorovodVariables
+from meshwright.compat.horovod.variables import HorovodVariables
 from meshwright.launch.launchers.launched_rank import LaunchedRank
 from meshwright.launch.launchers.store import open_store, store_of_own_user
 from meshwright.launch.launchers.store_place import StorePlace

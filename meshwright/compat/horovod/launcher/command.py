@@ -10,8 +10,9 @@ from meshwright.compat.horovod.launcher.arguments import parse
 from meshwright.compat.horovod.launcher.elastic_job import ElasticJob
 from meshwright.compat.horovod.launcher.static import run_static
 from meshwright.compat.horovod.launcher.worker_process import import_variables
+from meshwright.compat.horovod.variables import is_rank
 from meshwright.errors import InputError, MeshwrightError
-from meshwright.launch.horovod_variables import is_rank, launch_environment
+from meshwright.launch.environment import variables_with
 
 
 def launch(arguments: Sequence[str]) -> None:
@@ -24,7 +25,7 @@ def launch(arguments: Sequence[str]) -> None:
     if shutil.which(options.command[0]) is None:
         raise InputError(f"{options.command[0]}: there is no such program")
     if not options.counts_ranks and is_rank():
-        variables = launch_environment(**import_variables(), **options.variables)
+        variables = variables_with(**import_variables(), **options.variables)
         os.execvpe(options.command[0], options.command, variables)
     if options.elastic:
         ElasticJob(options).run()

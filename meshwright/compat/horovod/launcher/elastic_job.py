@@ -17,8 +17,8 @@ from meshwright.compat.horovod.engine.frames import FrameReader, send_frame
 from meshwright.compat.horovod.launcher.arguments import LaunchOptions, local_slots
 from meshwright.compat.horovod.launcher.static import describe_exit
 from meshwright.compat.horovod.launcher.worker_process import WorkerProcess, shared_variables, show_output
+from meshwright.compat.horovod.variables import DRIVER, WORKER
 from meshwright.errors import InputError, RankError
-from meshwright.launch.horovod_variables import DRIVER, WORKER
 from meshwright.launch.local.rank_output import Screen
 from meshwright.launch.loopback import ADDRESS, serve_store
 from meshwright.launch.network.own_user import accept_own_user

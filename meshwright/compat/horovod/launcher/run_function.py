@@ -38,7 +38,7 @@ def run(
 
 
 def _run_as_rank(folder: Path, path: str) -> None:
-    from meshwright.launch.horovod_variables import read_horovod_variables
+    from meshwright.compat.horovod.variables import read_horovod_variables
 
     sys.path[:] = path.split(os.pathsep)
     rank = read_horovod_variables().rank

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from meshwright.launch import loopback
-from meshwright.launch.environment import python_path_with
-from meshwright.launch.horovod_variables import launch_environment
+from meshwright.launch.environment import python_path_with, variables_with
 from meshwright.launch.local.rank_output import RankStream, Screen
 from meshwright.launch.process_exit import exit_with_parent
 
@@ -48,7 +47,7 @@ class WorkerProcess:
                 output.append(write_end)
         self.process = subprocess.Popen(
             command,
-            env=launch_environment(**variables),
+            env=variables_with(**variables),
             stdin=subprocess.DEVNULL,
             stdout=output[0],
             stderr=output[1],
@@ -111,7 +110,7 @@ def shared_variables(store_port: int, ranks: int, threads: int) -> dict[str, str
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": interface,
     }
-    given = launch_environment()
+    given = variables_with()
     return {**variables, **({} if "OMP_NUM_THREADS" in given else {"OMP_NUM_THREADS": str(threads)})}
 
 

@@ -13,9 +13,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from meshwright.deepspeed_config.batch import BatchSizes
-from meshwright.deepspeed_config.keys import CheckedKeys, check_keys
-from meshwright.deepspeed_config.sections import OptimizerSection, SchedulerSection, read_optimizer, read_scheduler
+from meshwright.compat.deepspeed_config.batch import BatchSizes
+from meshwright.compat.deepspeed_config.keys import CheckedKeys, check_keys
+from meshwright.compat.deepspeed_config.sections import (
+    OptimizerSection,
+    SchedulerSection,
+    read_optimizer,
+    read_scheduler,
+)
 from meshwright.errors import InputError
 from meshwright.numbers.limits import is_number
 

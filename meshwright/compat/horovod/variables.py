@@ -1,14 +1,13 @@
 """The environment variables of Horovod: which rank this process is, and the settings that begin with `HOROVOD_`. They
 are read whenever `hvd.init()` is called, because scripts set some of them themselves."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwright.errors import InputError
+from meshwright.launch.environment import launched_rank, store_of, variables_of
 from meshwright.launch.launchers.launched_rank import LaunchedRank
-from meshwright.launch.launchers.store_place import StorePlace, find_store_place
-from meshwright.launch.launchers.table import read_launched_rank
+from meshwright.launch.launchers.store_place import StorePlace
 
 # Address (host:port) and id by which a worker of an elastic job reports to the launcher that started it.
 DRIVER, WORKER = "MESHWRIGHT_HOROVOD_DRIVER", "MESHWRIGHT_HOROVOD_WORKER"
@@ -61,14 +60,16 @@ def is_rank() -> bool:
 
 
 def read_horovod_variables() -> HorovodVariables:
-    variables = os.environ
+    variables = variables_of(
+        "HOROVOD_", "MESHWRIGHT_HOROVOD_", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"
+    )
     launched: LaunchedRank | None = None
     rank, size, local_rank, local_size = 0, 1, 0, 1
     if "HOROVOD_RANK" in variables and "HOROVOD_SIZE" in variables:
         rank, size = _integer(variables, "HOROVOD_RANK", 0), _integer(variables, "HOROVOD_SIZE", 1)
         local_rank = _integer(variables, "HOROVOD_LOCAL_RANK", rank)
         local_size = _integer(variables, "HOROVOD_LOCAL_SIZE", size)
-    elif launched := read_launched_rank(variables):
+    elif launched := launched_rank():
         rank, size = launched.rank, launched.size
         local_rank, local_size = launched.local_rank, launched.local_size
     warning_s = _number(variables, "HOROVOD_STALL_CHECK_TIME_SECONDS", 60.0)
@@ -97,11 +98,6 @@ def read_horovod_variables() -> HorovodVariables:
     )
 
 
-def launch_environment(**changes: str) -> dict[str, str]:
-    """Returns the environment of this process with these changes, for a process that is started."""
-    return {**os.environ, **changes}
-
-
 def _store_place(variables: Mapping[str, str], size: int, launched: LaunchedRank | None) -> StorePlace | None:
     if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in variables:
         port = _integer(variables, "HOROVOD_GLOO_RENDEZVOUS_PORT", 0)
@@ -109,7 +105,7 @@ def _store_place(variables: Mapping[str, str], size: int, launched: LaunchedRank
     if size == 1:
         return None
     if launched is not None:
-        return find_store_place(launched, variables)
+        return store_of(launched)
     if "MASTER_ADDR" in variables and "MASTER_PORT" in variables:
         return StorePlace(variables["MASTER_ADDR"], _integer(variables, "MASTER_PORT", 0))
     raise InputError(

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from meshwright.deepspeed_config.batch import BatchSizes, CompleteSizes, complete
-from meshwright.deepspeed_config.config import LossScaling, read_config, warn_about_keys
-from meshwright.deepspeed_config.keys import EFFECTS, known_keys
+from meshwright.compat.deepspeed_config.batch import BatchSizes, CompleteSizes, complete
+from meshwright.compat.deepspeed_config.config import LossScaling, read_config, warn_about_keys
+from meshwright.compat.deepspeed_config.keys import EFFECTS, known_keys
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 
 BATCH = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}
-DOCUMENT = Path(__file__).parents[2] / "docs" / "deepspeed.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "deepspeed.md"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from inspect import Parameter, signature
 from typing import Any
 
-from meshwright.deepspeed_config import schedules
+from meshwright.compat.deepspeed_config import schedules
 from meshwright.errors import InputError, did_you_mean
 from meshwright.numbers.limits import is_number
 
@@ -115,7 +115,7 @@ def read_scheduler(raw: Any, source: str) -> SchedulerSection | None:
     is_torch = name in _TORCH_SCHEDULERS
     if not is_torch:
         _check_options(name, options, auto, source)
-    module = "torch.optim.lr_scheduler" if is_torch else "meshwright.deepspeed_config.schedules"
+    module = "torch.optim.lr_scheduler" if is_torch else "meshwright.compat.deepspeed_config.schedules"
     return SchedulerSection(name, f"{module}:{name}", options, auto)
 
 

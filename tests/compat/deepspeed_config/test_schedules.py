@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.deepspeed_config.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from meshwright.compat.deepspeed_config.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 
 def optimizer(lr: float = 0.1, groups: int = 1) -> Any:

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.deepspeed_config.batch import CompleteSizes, complete
-from meshwright.deepspeed_config.config import DeepSpeedConfig, read_config, warn_about_keys
+from meshwright.compat.deepspeed_config.batch import CompleteSizes, complete
+from meshwright.compat.deepspeed_config.config import DeepSpeedConfig, read_config, warn_about_keys
 from meshwright.errors import InputError
 
 _SHARDING = {1: "optimizer", 2: "gradients", 3: "parameters"}
