@@ -28,7 +28,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q torch==$(TORCH)
 	printf 'torch==%s\n' $(TORCH) > $(VENV)/constraints.txt
 	if [ $(TORCH) = 2.13.0 ]; then cp constraints.txt $(VENV)/constraints.txt; fi
-	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt -e ".[vision,zoo,quantize,dev]"
+	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt -e ".[pages,vision,zoo,quantize,dev]"
 	touch $@
 
 demo: setup

@@ -28,6 +28,7 @@ from meshwright.cli.options import (
     Settings,
     Trust,
     check_output,
+    check_page,
     job_argument,
     path_option,
 )
@@ -261,9 +262,10 @@ def prove(
         raise InputError(f"--set {settings[0]}: with --against, give the JOB whose field it sets")
     if against is not None and start != "job":
         raise InputError(f"--start {start}: the runs of --against have started from weights of their own, leave it out")
-    for file, option in ((output, "--output"), (html, "--html")):
-        if file:
-            check_output(file, option)
+    if output:
+        check_output(output)
+    if html:
+        check_page(html)
     loaded_job = load_plain_job(job, settings or [], "prove") if job is not None else None
     if against is not None:
         from meshwright.proof.run_comparison import compare_runs as compare

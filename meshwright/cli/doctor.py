@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.options import AsJson, ClusterName, Settings, check_output, path_option
+from meshwright.cli.options import AsJson, ClusterName, Settings, check_output, check_page, path_option
 from meshwright.cli.questions.doctor_job import print_diagnosis
 from meshwright.cli.text import print_lines
 from meshwright.errors import InputError
@@ -58,7 +58,7 @@ def doctor(
         if calibrate or selftest or output:
             raise InputError("--job is a question of its own: leave out --calibrate, --selftest and --output")
         if html:
-            check_output(html, "--html")
+            check_page(html)
         print_diagnosis(job, settings or [], cluster, html, as_json)
         return
     for name, value in (("--cluster", cluster), ("--html", html), ("--set", settings)):

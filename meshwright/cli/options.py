@@ -10,6 +10,7 @@ from meshwright.cli.ready_jobs import complete_job, find_job
 from meshwright.errors import InputError
 from meshwright.files.user_path import user_path
 from meshwright.numbers.limits import LARGEST_COUNT
+from meshwright.report.plotly_script import check_plotly
 
 
 class OptionsOnce(TyperCommand):
@@ -42,6 +43,12 @@ def check_output(file: Path, option: str = "--output") -> None:
         raise InputError(f"{option} {file}: this is a folder: write the name of a file")
     if not file.parent.is_dir():
         raise InputError(f"{option} {file}: there is no folder {file.parent}: create it first")
+
+
+def check_page(file: Path) -> None:
+    """Raises an `InputError` if the page of `--html` cannot be written, before the command does its work."""
+    check_output(file, "--html")
+    check_plotly()
 
 
 def check_not_empty(text: str | None, option: str) -> str | None:

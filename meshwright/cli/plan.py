@@ -16,6 +16,7 @@ from meshwright.cli.options import (
     SequenceLength,
     Settings,
     check_output,
+    check_page,
     path_option,
 )
 from meshwright.cli.plan_problem import PlanProblem, PlanRequest, SampleSizes, load_problem, rare_collection
@@ -103,9 +104,11 @@ def plan(
     `meshwright ask` answers questions about plans."""
     from meshwright.progress import phase
 
-    for file, option in ((output, "--output"), (html, "--html"), (details, "--details")):
+    for file, option in ((output, "--output"), (details, "--details")):
         if file:
             check_output(file, option)
+    if html:
+        check_page(html)
     question = PlanQuestion(
         *(batch, sweep, tuple(what_if or ()), goal, deadline, budget, epochs, clusters, price, explain, tokens, samples)
     )

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from meshwright.cli.options import AsJson, check_output, path_argument, path_option
+from meshwright.report.plotly_script import check_plotly
 
 
 def report(
@@ -32,6 +33,7 @@ def report(
     from meshwright.report.open import default_output, page_of
     from meshwright.report.page import write_page
 
+    check_plotly()
     file = output or default_output(source)
     for path in (output, trace, memory_snapshot):
         if path is not None:

@@ -10,6 +10,7 @@ import typer
 
 from meshwright.cli.options import AsJson, path_argument
 from meshwright.errors import InputError
+from meshwright.report.plotly_script import check_plotly
 
 _LARGEST_PORT = 65_535
 _LOWEST_PRIORITY = 19
@@ -33,6 +34,7 @@ def watch(
             f"--address {address}: the page is served on 127.0.0.1 only; from another machine, forward the port with"
             f" `ssh -L {port or 8000}:127.0.0.1:{port or 8000} THIS_MACHINE` and --port {port or 8000}"
         )
+    check_plotly()
     with RunServer(run, port) as server:
         if as_json:
             print(json.dumps({"url": server.url}), flush=True)

@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from meshwright.files.storage import write_atomically
@@ -235,6 +234,8 @@ def _slug(text: str) -> str:
 
 @cache
 def _template(name: str) -> Any:
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # only processes that write pages import it
+
     environment = Environment(
         loader=PackageLoader("meshwright.report"),
         autoescape=True,

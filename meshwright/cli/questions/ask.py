@@ -16,7 +16,7 @@ from meshwright.cli.options import (
     OptionsOnce,
     SequenceLength,
     Settings,
-    check_output,
+    check_page,
     path_argument,
     path_option,
 )
@@ -63,7 +63,7 @@ def print_answer_to(question: PlanQuestion, asked: Asked) -> None:
     from meshwright.progress import phase
 
     if asked.html:
-        check_output(asked.html, "--html")
+        check_page(asked.html)
     job_settings, fixed = plan_settings(asked.settings)
     fix, avoid, max_memory, precision = asked.constraints
     constraints = read_constraints([*fixed, *(fix or [])], avoid or [], max_memory, precision)

@@ -4,7 +4,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Annotated
 
-from meshwright.cli.options import AsJson, check_output, path_argument, path_option
+from meshwright.cli.options import AsJson, check_page, path_argument, path_option
 from meshwright.cli.questions.plan_questions import print_answer
 
 
@@ -18,7 +18,7 @@ def explain(
     from meshwright.report.run.slower import explain_run
 
     if html:
-        check_output(html, "--html")
+        check_page(html)
     begin = perf_counter()
     answer = explain_run(run)
     print_answer(answer, html, run.name, round(perf_counter() - begin, 3), as_json)

@@ -9,6 +9,7 @@ from typing import Any
 
 from meshwright.errors import StorageError
 from meshwright.files.storage import write_atomically, writing
+from meshwright.launch.output import terminal
 from meshwright.train.output.folder import RunFolder
 
 
@@ -29,11 +30,7 @@ class MetricsLog:
             self._metrics = folder.metrics.open("a", buffering=1)
         self._events: Any = None
         if tensorboard:
-            # Imported here, because it takes as long to import as torch.
-            from torch.utils.tensorboard import SummaryWriter
-
-            with writing(folder.events):
-                self._events = SummaryWriter(str(folder.events), purge_step=step + 1 if step else None)
+            self._events = _open_events(folder, step)
 
     def write(self, kind: str, step: int, epoch: int, values: dict[str, Any]) -> None:
         """Writes one entry: a line of metrics.jsonl, and one TensorBoard scalar for each value that is not None."""
@@ -72,6 +69,19 @@ class MetricsLog:
         if self._events is not None:
             with writing(self._folder.events):
                 self._events.close()
+
+
+def _open_events(folder: RunFolder, step: int) -> Any:
+    """Returns a writer of events; None, after a line that says so, if the package tensorboard is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        line = f'log.tensorboard: no events are written ({error}): pip install "meshwright[pages]"'
+        with suppress(OSError):  # a stream that cannot take it, such as a file on a full disk, does not end the run
+            print(line, file=terminal(), flush=True)
+        return None
+    with writing(folder.events):
+        return SummaryWriter(str(folder.events), purge_step=step + 1 if step else None)
 
 
 def finite_or_none(value: Any) -> Any:
