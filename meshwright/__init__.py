@@ -3,10 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-# The package `meshwright.launch` is loaded here, so that no later import of it replaces the function of this name. Its
-# modules are imported with `from meshwright.launch.world import join`; `meshwright.launch.world` is no attribute.
 from meshwright.compat import register_doors
-from meshwright.launch.local.launch_function import launch
 from meshwright.version import VERSION
 
 __version__ = VERSION
@@ -24,6 +21,7 @@ _MODULES = {
     "diagnose_job": "meshwright.auto.diagnosis",
     "explain_run": "meshwright.report.run.slower",
     "largest_batch": "meshwright.auto.questions",
+    "launch": "meshwright.processes.local.launch_function",
     "load_job": "meshwright.job",
     "load_plan": "meshwright.job",
     "parallelize": "meshwright.proof.before_training.parallelize",

@@ -12,7 +12,7 @@ import torch
 from hypothesis import settings
 
 from meshwright.errors import InputError
-from meshwright.launch.local import fork_server
+from meshwright.processes.local import fork_server
 from meshwright.report.figures import find_browser
 from tests.auto.machines import store_measurement
 from tests.forking.environment import IS_WORKER, set_variables
@@ -115,7 +115,7 @@ _LONG = (
     "documentation/test_blocks.py",
     "proof/causes/test_causes.py",
     "planner/questions/test_questions.py",
-    "launch/test_notebook.py",
+    "processes/test_notebook.py",
     "report/plans/test_page.py",
     "calibrate/test_probe.py",
 )

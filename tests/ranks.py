@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from meshwright.launch.local.fork_server import ForkedRank
+from meshwright.processes.local.fork_server import ForkedRank
 from tests.forking import environment
 from tests.forking.forked import fork, take_standard_input
 
@@ -227,7 +227,7 @@ def _join(rank: int, world_size: int, rendezvous: str, timeout_s: float, backend
     import torch.distributed as dist
     from torch.distributed import device_mesh
 
-    from meshwright.launch.loopback import interface
+    from meshwright.processes.loopback import interface
 
     torch.set_num_threads(1)
     if torch.cuda.is_available():

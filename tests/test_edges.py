@@ -28,16 +28,16 @@ WITHOUT_TORCH = (
 )
 # Only these files read the environment. `cache` reads XDG_CACHE_HOME and the home folder, `trust` the user's key
 # (MESHWRIGHT_KEY, MESHWRIGHT_KEY_FILE and XDG_STATE_HOME), `user_path` the home folders that `~` stands for. In
-# `launch/`, `environment` reads which rank this is, `store_place` the names of variables of parent processes,
+# `processes/`, `environment` reads which rank this is, `store_place` the names of variables of parent processes,
 # `interface` the interfaces of Gloo and NCCL, `machines` and `run_token` what the launchers of several machines agree
 # on; the others pass all variables on to processes that they start.
 MAY_READ_ENVIRONMENT = (
     *("files/cache.py", "files/trust.py", "files/user_path.py"),
-    *("launch/environment.py", "launch/torch_private.py", "launch/launchers/store_place.py"),
-    *("launch/local/fork_server.py", "launch/local/run_in_ranks.py", "launch/local/replacing_agent.py"),
-    *("launch/network/interface.py", "launch/token/machines.py", "launch/token/run_token.py"),
+    *("processes/environment.py", "processes/torch_private.py", "processes/launchers/store_place.py"),
+    *("processes/local/fork_server.py", "processes/local/run_in_ranks.py", "processes/local/replacing_agent.py"),
+    *("processes/network/interface.py", "processes/token/machines.py", "processes/token/run_token.py"),
 )
-# Files of `compat/` that read their library's variables, by `launch/environment.py`, and how these variables begin.
+# Files of `compat/` that read their library's variables, by `processes/environment.py`, and how these variables begin.
 VARIABLES_OF_DOORS = {
     "compat/accelerate/settings.py": ("ACCELERATE_",),
     "compat/horovod/variables.py": (
@@ -45,7 +45,7 @@ VARIABLES_OF_DOORS = {
         *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"),  # where the ranks' store is, if they restarted
     ),
 }
-# Files that pass all variables on to a process that they start, by `launch/environment.py`.
+# Files that pass all variables on to a process that they start, by `processes/environment.py`.
 PASS_VARIABLES_ON = ("compat/horovod/launcher/command.py", "compat/horovod/launcher/worker_process.py")
 READS_ENVIRONMENT = (
     *("environ", "environb", "getenv", "getenvb", "putenv"),
@@ -61,8 +61,8 @@ MAY_READ_PICKLES = {
     "proof/record/request_file.py": "the user's own model, for ranks of the same user, in a file that is private",
     "files/safe_pickle.py": "an unpickler that calls only what it is told to",
     "compat/horovod/object_pickle.py": "objects of the user's script, from ranks that the user has started",
-    "launch/nodes/rendezvous_state.py": "the state of torch's rendezvous, pickled by torch in the same process",
-    "launch/local/function_pickle.py": "the user's own function and its value, over a private pair of sockets",
+    "processes/nodes/rendezvous_state.py": "the state of torch's rendezvous, pickled by torch in the same process",
+    "processes/local/function_pickle.py": "the user's own function and its value, over a private pair of sockets",
 }
 # Libraries that `compat/` is for. Nothing but `cli/` and `compat/` imports these or `compat/`, or names a module of
 # theirs in a string. For each exception, the libraries that it may name, and why that is right.
@@ -115,8 +115,8 @@ def _environment_reads(nodes: Iterable[ast.AST]) -> Iterator[int]:
 
 
 def _reads_of_others(nodes: Iterable[ast.AST], path: str) -> Iterator[int]:
-    """Yields the numbers of lines that read variables of a library by `launch/environment.py`, unless they are those of
-    this file's own library, and of lines that take all variables."""
+    """Yields the numbers of lines that read variables of a library by `processes/environment.py`, unless they are those
+    of this file's own library, and of lines that take all variables."""
     may_call = {"variables_of": path in VARIABLES_OF_DOORS, "variables_with": path in PASS_VARIABLES_ON}
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and not all(may_call.get(alias.name, True) for alias in node.names):
@@ -208,7 +208,7 @@ def _nodes(file: str) -> list[ast.AST]:
         ("cli.py", "import os\nhome = os.path.expandvars('$HOME')", "cli.py:2 reads the environment"),
         ("data/order.py", "from pathlib import Path\nhome = Path.home()", "data/order.py:2 reads the environment"),
         ("data/order.py", "text = open('/proc/self/environ').read()", "data/order.py:1 reads the environment"),
-        ("launch/world.py", "import os\nrank = os.environ['RANK']", "launch/world.py:2 reads the environment"),
+        ("processes/world.py", "import os\nrank = os.environ['RANK']", "processes/world.py:2 reads the environment"),
         ("compat/ray/run.py", "import os\nrank = os.environ['RANK']", "compat/ray/run.py:2 reads the environment"),
         ("train/run.py", "variables_of('HOROVOD_')", "train/run.py:1 reads variables of others"),
         ("compat/accelerate/settings.py", "a.variables_of('HOROVOD_')", "settings.py:1 reads variables of others"),
@@ -218,7 +218,7 @@ def _nodes(file: str) -> list[ast.AST]:
         ("export/late.py", "def late():\n    from lightning.pytorch import Trainer", "late.py:2 names lightning"),
         ("report/run/page.py", "load('transformers:Trainer')", "page.py:1 names transformers"),
         ("proof/late.py", "import_module('meshwright.compat.ray')", "late.py:1 names meshwright.compat"),
-        ("launch/late.py", "raise Error(f'start python -m meshwright.compat.horovod')", "names meshwright.compat"),
+        ("processes/late.py", "raise Error(f'start python -m meshwright.compat.horovod')", "names meshwright.compat"),
         ("plan.py", "from meshwright.compat import check", "plan.py:1 names meshwright.compat"),
         ("zoo/huggingface.py", "import deepspeed", "huggingface.py:1 names deepspeed"),
         ("compat/deepspeed_config/keys.py", "import torch", "imports torch when it is loaded"),
@@ -243,9 +243,9 @@ def test_a_breach_is_caught(tmp_path: Path, file: str, line: str, complaint: str
 
 def test_what_is_allowed_is_accepted(tmp_path: Path) -> None:
     package = tmp_path / "meshwright"
-    for folder in ("launch", "compat/accelerate", "train"):
+    for folder in ("processes", "compat/accelerate", "train"):
         (package / folder).mkdir(parents=True)
-    (package / "launch" / "environment.py").write_text("import os\nrank = os.environ['RANK']")
+    (package / "processes" / "environment.py").write_text("import os\nrank = os.environ['RANK']")
     (package / "compat" / "accelerate" / "settings.py").write_text("import accelerate\na.variables_of('ACCELERATE_')")
     (package / "train" / "run.py").write_text("import array\nraise InputError('ray is no word: a transformers model')")
     (package / "call.py").write_text("def late():\n    import torch")

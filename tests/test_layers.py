@@ -36,7 +36,7 @@ LEVELS = {
     "profile": 1,
     "collectives": 1,
     "data": 1,
-    "launch": 1,
+    "processes": 1,
     "job": 1,
     "job_sections": 0,
     "blocks": 0,
@@ -67,7 +67,7 @@ FOLDERS = {
     "compat": ("deepspeed_config", "accelerate", "deepspeed", "horovod", "lightning", "ray", "transformers"),
     "data": ("collate",),
     "export": ("configurations", "launch_files"),
-    "launch": ("token", "network", "launchers", "stall", "local", "nodes"),
+    "processes": ("token", "network", "launchers", "stall", "local", "nodes"),
     "parallel": ("weights", "tensor", "context", "pipeline", "branches", "replicate", "expert", "chunked_loss"),
     "planner": ("constraints", "unequal", "polish", "explanation", "questions"),
     "profile": ("structure", "tracing"),
@@ -214,7 +214,7 @@ def test_every_package_has_a_level() -> None:
         ("data/order.py", "from meshwright.train.session import Session", "data (level 1) imports train (level 4)"),
         ("data/order.py", "from meshwright import train", "data (level 1) imports train (level 4)"),
         ("data/order.py", "from ..train import session", "data (level 1) imports train (level 4)"),
-        ("data/order.py", "import meshwright.launch.world", "data (level 1) imports launch (level 1)"),
+        ("data/order.py", "import meshwright.processes.world", "data (level 1) imports processes (level 1)"),
         ("data/order.py", "def late():\n    from meshwright.job import Job", "data (level 1) imports job (level 1)"),
         ("planner/search.py", "from meshwright.parallel.apply import apply", "predicting and executing"),
         ("train/trainer.py", "from meshwright.simulator.memory.peak import peak", "predicting and executing"),
@@ -267,8 +267,8 @@ def test_a_large_file_or_folder_beside_the_package_is_caught(tmp_path: Path, nam
 
 def test_imports_that_the_table_allows_are_accepted(tmp_path: Path) -> None:
     package = tmp_path / "meshwright"
-    (package / "launch").mkdir(parents=True)
-    (package / "launch" / "environment.py").write_text("import os\nrank = os.environ['RANK']")
+    (package / "processes").mkdir(parents=True)
+    (package / "processes" / "environment.py").write_text("import os\nrank = os.environ['RANK']")
     (package / "call.py").write_text("from meshwright.errors import InputError\ndef late():\n    import torch")
     (package / "cli.py").write_text("from meshwright.planner.search import best\nfrom meshwright.train.run import t")
     (package / "__init__.py").write_text("from meshwright.train.session import Session")

@@ -22,7 +22,7 @@ import meshwright.compat.horovod as hvd
 from meshwright.compat.horovod.launcher.arguments import LaunchOptions
 from meshwright.compat.horovod.launcher.static import run_static
 from meshwright.compat.horovod.variables import read_horovod_variables
-from meshwright.launch.loopback import connect_store
+from meshwright.processes.loopback import connect_store
 from meshwright.workloads.mnist import Net
 
 BATCH, STEPS, WARM_UP = 64, 12, 5

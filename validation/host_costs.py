@@ -30,8 +30,8 @@ from torch.multiprocessing.spawn import spawn
 
 from meshwright.calibrate.device_rates import launch_latency
 from meshwright.calibrate.timing import seconds
-from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.processes.world import World
 from meshwright.profile.optimizer import measure_optimizer_cost
 from meshwright.profile.tracing.trace import trace_profile
 from meshwright.profile.values import ModelProfile

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from meshwright.launch.agreement import agree, versions
-from meshwright.launch.launchers.launched_rank import LaunchedRank
-from meshwright.launch.launchers.store import open_store
-from meshwright.launch.launchers.store_place import StorePlace
+from meshwright.processes.agreement import agree, versions
+from meshwright.processes.launchers.launched_rank import LaunchedRank
+from meshwright.processes.launchers.store import open_store
+from meshwright.processes.launchers.store_place import StorePlace
 
 TIMEOUT_S = 300.0
 JOB = {f"field {number}": "value" for number in range(100)}  # as many as a job has

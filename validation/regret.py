@@ -31,8 +31,8 @@ from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError
 from meshwright.exchange import broadcast_value
 from meshwright.job import Job, load_job
-from meshwright.launch.world import join
 from meshwright.plan import Plan
+from meshwright.processes.world import join
 from meshwright.train.job_parts import JobParts
 
 JOBS = ("mnist", "gpt", "bert", "resnet18", "linear", "recommender", "two_tower", "physics")

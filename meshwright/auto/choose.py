@@ -21,7 +21,6 @@ from meshwright.data.randomness import preserve_generators
 from meshwright.errors import InputError, MeshwrightError, NotPredictable, UserCodeError
 from meshwright.exchange import broadcast_value
 from meshwright.job import Job, load_plan
-from meshwright.launch.world import World, join
 from meshwright.numbers.limits import check_count
 from meshwright.parallel.tensor.dimension_partition import dimension_partition_plan
 from meshwright.plan import Plan
@@ -35,6 +34,7 @@ from meshwright.planner.measured_search import measured_search
 from meshwright.planner.offload import search_with_offload
 from meshwright.planner.profiles import Profiles
 from meshwright.planner.search_result import PricedPlan
+from meshwright.processes.world import World, join
 from meshwright.profile.tracing.step import LossFunction
 from meshwright.simulator.predict import Prediction, predict_plan
 from meshwright.train.build import construct_model

@@ -7,8 +7,8 @@ from typing import Any
 from meshwright.auto.choose import CheckPlan, JobPlan, plan_of_job
 from meshwright.cluster.cluster import Cluster
 from meshwright.job import Job
-from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.processes.world import World
 from meshwright.train.job_parts import JobParts
 from meshwright.train.job_session import build_session
 from meshwright.train.session import Session

@@ -14,12 +14,12 @@ from torch import nn
 
 from meshwright.blocks.kept_results import kept_results
 from meshwright.errors import InputError
-from meshwright.launch.world import World
 from meshwright.numbers.limits import is_number
 from meshwright.plan import Plan
 from meshwright.planner.compute_variants import traits_of, variants_to_time
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
+from meshwright.processes.world import World
 from meshwright.profile.tracing.step import LossFunction
 from meshwright.progress import say, showing
 from meshwright.simulator.predict import Prediction, predict_plan

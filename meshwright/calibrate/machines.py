@@ -28,8 +28,8 @@ from meshwright.cluster.curves import rising
 from meshwright.cluster.detect import find_cluster
 from meshwright.cluster.gpus import driver_version
 from meshwright.exchange import all_gather_values, broadcast_value
-from meshwright.launch.network.machine import machine_name
-from meshwright.launch.world import World
+from meshwright.processes.network.machine import machine_name
+from meshwright.processes.world import World
 
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "point_to_point")
 _ROUNDS = 3

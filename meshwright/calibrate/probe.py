@@ -27,7 +27,7 @@ from meshwright.cluster.curves import rising
 from meshwright.cluster.gpus import list_gpus
 from meshwright.errors import MeshwrightError
 from meshwright.files.storage import write_atomically
-from meshwright.launch.network.own_user import admit_own_user_only
+from meshwright.processes.network.own_user import admit_own_user_only
 from meshwright.progress import phase
 
 TIME_LIMIT_S = 600.0

@@ -75,7 +75,7 @@ def strategies(
     cluster that is not this machine, such as 8xV100-16GB, all is predicted.
     """
     from meshwright.cli.job_file import load_plain_job
-    from meshwright.launch.local.fork_server import preloaded
+    from meshwright.processes.local.fork_server import preloaded
 
     if output:
         check_output(output)

@@ -155,7 +155,7 @@ def train(
     trains another model, the exit code is 3."""
     from meshwright.cli.job_file import is_module_job, load_train_job, train_module_job
     from meshwright.job import load_plan
-    from meshwright.launch.environment import read_environment
+    from meshwright.processes.environment import read_environment
 
     settings = [*(settings or []), *profile_settings(profile_steps), *tune_settings(tune)]
     _check_node_options(nodes, node_rank, rendezvous, deepspeed)
@@ -198,7 +198,7 @@ def _job_of_deepspeed(job: "Job", file: Path, plan: Path | None, cluster: str | 
     """Returns the job and the plan of a DeepSpeed configuration, on the ranks that there are."""
     from meshwright.cluster.detect import find_cluster
     from meshwright.compat.deepspeed_job import job_of_config
-    from meshwright.launch.environment import read_environment
+    from meshwright.processes.environment import read_environment
 
     if plan is not None:
         raise InputError(f"--deepspeed {file} and --plan {plan} both give a plan: leave out one of them")
@@ -274,7 +274,7 @@ def prove(
         proof = compare(reference, compared, loaded_job, trust)
         folder, name = compared, "against"
     else:
-        from meshwright.launch.local.fork_server import preloaded
+        from meshwright.processes.local.fork_server import preloaded
 
         assert loaded_job is not None
         proof_plan = load_plan(plan) if plan else loaded_job.plan
@@ -342,8 +342,8 @@ def _run_command() -> int:
 
 
 def main() -> None:
-    from meshwright.launch import environment
-    from meshwright.launch.process_exit import skip_library_teardown
+    from meshwright.processes import environment
+    from meshwright.processes.process_exit import skip_library_teardown
 
     is_launched = environment.read_environment().launched
     try:

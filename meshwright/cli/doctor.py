@@ -51,7 +51,7 @@ def doctor(
 ) -> None:
     """Measure the devices and links of this machine, print them, and report problems that hinder training. Started on
     several machines by torchrun or another launcher, measure the links between them, too."""
-    from meshwright.launch.environment import read_environment
+    from meshwright.processes.environment import read_environment
     from meshwright.progress import phase
 
     if job is not None:
@@ -94,9 +94,9 @@ def _diagnose_machines(as_json: bool) -> None:
     from meshwright.calibrate.doctor import RUNS, system_report
     from meshwright.calibrate.machines import measure_machines
     from meshwright.calibrate.machines_report import machines_lines, machines_report
-    from meshwright.launch.heartbeat import Heartbeat
-    from meshwright.launch.rank import run_rank
-    from meshwright.launch.world import World
+    from meshwright.processes.heartbeat import Heartbeat
+    from meshwright.processes.rank import run_rank
+    from meshwright.processes.world import World
 
     def main(world: World, heartbeat: Heartbeat) -> None:
         measured = measure_machines(world)

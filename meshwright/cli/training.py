@@ -56,7 +56,7 @@ def train_here(
 ) -> dict[str, Any]:
     """Trains on the devices of this machine, on ranks that this process starts. Unless it is `unproved`, a plan that
     divides the model is first checked against one device; if it is unequal, `auto` takes the next best plan."""
-    from meshwright.launch.local.fork_server import preloaded
+    from meshwright.processes.local.fork_server import preloaded
 
     with preloaded("meshwright.train.rank", job.train.spare):  # ranks import while the plan is chosen
         from meshwright.auto.choose import plan_of_job

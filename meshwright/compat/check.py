@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.launch.world import join
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Axes
+from meshwright.processes.world import join
 from meshwright.proof.before_training.before_training import check_in_world
 from meshwright.proof.before_training.training import Training
 

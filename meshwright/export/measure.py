@@ -13,8 +13,8 @@ from torch.utils.data import IterableDataset, Subset
 
 from meshwright.call import bind
 from meshwright.job import Job
-from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.processes.world import World
 from meshwright.train.build import build_loading, build_metrics
 from meshwright.train.session import Session
 

@@ -15,10 +15,10 @@ from meshwright.errors import InputError, RankError
 from meshwright.exchange import broadcast_value
 from meshwright.files.storage import output_error
 from meshwright.job import Job
-from meshwright.launch.local.launch import RankSettings, launch
-from meshwright.launch.world import World, is_launched
 from meshwright.plan import Plan
 from meshwright.plan_rules.table import check_rules
+from meshwright.processes.local.launch import RankSettings, launch
+from meshwright.processes.world import World, is_launched
 from meshwright.progress import phase
 from meshwright.proof.exact_comparison import compare_exactly
 from meshwright.proof.proof import Proof

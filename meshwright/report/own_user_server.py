@@ -3,7 +3,7 @@
 from http.server import ThreadingHTTPServer
 from typing import Any
 
-from meshwright.launch.network.own_user import OtherEnd, find_other_end
+from meshwright.processes.network.own_user import OtherEnd, find_other_end
 
 
 class OwnUserServer(ThreadingHTTPServer):

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from meshwright.launch.rank import run_rank
-from meshwright.launch.world import World
+from meshwright.processes.rank import run_rank
+from meshwright.processes.world import World
 from meshwright.proof.prove import prove_in_running_ranks
 from meshwright.selftest.cases import Placement, all_cases
 from meshwright.selftest.models import build_request

@@ -17,8 +17,8 @@ from meshwright.cluster.cores import usable_cores
 from meshwright.cluster.detect import detect
 from meshwright.cluster.selftest_record import save_passed_parts
 from meshwright.errors import InputError, RankError
-from meshwright.launch.local.launch import RankSettings, launch
-from meshwright.launch.world import is_launched
+from meshwright.processes.local.launch import RankSettings, launch
+from meshwright.processes.world import is_launched
 from meshwright.selftest.cases import Case, Placement, all_cases
 from meshwright.selftest.rank import RESULTS, CaseProof
 

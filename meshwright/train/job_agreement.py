@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.job import Job
-from meshwright.launch.agreement import agree, digest, short_value
-from meshwright.launch.environment import read_environment
-from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.processes.agreement import agree, digest, short_value
+from meshwright.processes.environment import read_environment
+from meshwright.processes.world import World
 
 # Libraries: `agreement.versions` compares the first two, and differences in others show up as errors of their own.
 _COMPARED_ALREADY = ("meshwright", "torch")

@@ -9,12 +9,12 @@ from torch import nn
 from meshwright.call import bind
 from meshwright.errors import InputError
 from meshwright.job import Job
-from meshwright.launch.world import World
 from meshwright.parallel.apply import FillWeights
 from meshwright.parallel.check import needs_structure
 from meshwright.parallel.weights.deferred import build_on_meta, find_unreproducible, materialize
 from meshwright.parallel.weights.offload import CPU, offloads_parameters
 from meshwright.plan import Plan
+from meshwright.processes.world import World
 from meshwright.train.build import (
     build_data,
     build_initialized_model,

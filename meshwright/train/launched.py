@@ -16,14 +16,14 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError, MeshwrightError, OutOfMemory, UnequalPlan
 from meshwright.exchange import broadcast_value
 from meshwright.job import Job, load_plan
-from meshwright.launch.environment import Environment, read_environment
-from meshwright.launch.heartbeat import Heartbeat
-from meshwright.launch.output import redirect
-from meshwright.launch.process_exit import record_failure_and_exit
-from meshwright.launch.rank import run_rank
-from meshwright.launch.world import World
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Axes
+from meshwright.processes.environment import Environment, read_environment
+from meshwright.processes.heartbeat import Heartbeat
+from meshwright.processes.output import redirect
+from meshwright.processes.process_exit import record_failure_and_exit
+from meshwright.processes.rank import run_rank
+from meshwright.processes.world import World
 from meshwright.train.check import check_job
 from meshwright.train.job_agreement import agree_on_job
 from meshwright.train.output.copies import check_copies

@@ -16,11 +16,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from meshwright.collectives.torch_private import group_timeout_s
 from meshwright.errors import InputError
 from meshwright.job import load_plan
-from meshwright.launch.heartbeat import Heartbeat
-from meshwright.launch.world import World, join
 from meshwright.numbers.limits import is_number
 from meshwright.parallel.exchange_names import ModelExchanges
 from meshwright.plan import Plan
+from meshwright.processes.heartbeat import Heartbeat
+from meshwright.processes.world import World, join
 from meshwright.profile.optimizer import check_is_optimizer
 from meshwright.train.job_agreement import agree_on_plan
 from meshwright.train.loss.loss import LossFunction

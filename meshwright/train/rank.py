@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 
 from meshwright.job import Job, load_job, load_plan
-from meshwright.launch.environment import restart_times
-from meshwright.launch.heartbeat import Heartbeat
-from meshwright.launch.output import terminal
-from meshwright.launch.rank import run_rank
-from meshwright.launch.signals import StopRequest
-from meshwright.launch.world import World
 from meshwright.parallel.exchange_names import ModelExchanges
 from meshwright.plan import Plan
 from meshwright.plan_rules.table import check_rules
+from meshwright.processes.environment import restart_times
+from meshwright.processes.heartbeat import Heartbeat
+from meshwright.processes.output import terminal
+from meshwright.processes.rank import run_rank
+from meshwright.processes.signals import StopRequest
+from meshwright.processes.world import World
 from meshwright.progress import phase, showing
 from meshwright.train.job_session import build_session
 from meshwright.train.output.folder import RunFolder

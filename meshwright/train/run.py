@@ -12,9 +12,9 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import check_is_local
 from meshwright.errors import InputError, Stopped
 from meshwright.job import Job
-from meshwright.launch.environment import check_can_be_alone
-from meshwright.launch.local.launch import RankSettings, launch
 from meshwright.plan import Plan
+from meshwright.processes.environment import check_can_be_alone
+from meshwright.processes.local.launch import RankSettings, launch
 from meshwright.progress import phase, say
 from meshwright.train.check import check_job, check_rank_count
 from meshwright.train.job_parts import JobParts

@@ -20,7 +20,6 @@ from meshwright.data.loading import Batch, LoadingOptions, SampleShare, StreamSt
 from meshwright.data.prepared import refuse_loader
 from meshwright.errors import InputError
 from meshwright.job_sections.sections import LossScaleSettings
-from meshwright.launch.world import World
 from meshwright.parallel.apply import FillWeights, apply
 from meshwright.parallel.check import check_sparse
 from meshwright.parallel.gather_samples import GatherSamples
@@ -29,6 +28,7 @@ from meshwright.parallel.model import ParallelModel
 from meshwright.parallel.weights.offload import offload_optimizer
 from meshwright.plan import Plan
 from meshwright.plan_rules.table import check_rules
+from meshwright.processes.world import World
 from meshwright.train.loop_checks.gradient_hooks import check_gradient_hooks, refuse_lost_hooks
 from meshwright.train.loss.finder import LossFinder
 from meshwright.train.loss.loss import LossFunction

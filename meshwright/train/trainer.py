@@ -1,8 +1,8 @@
 """`Trainer`: runs a job on one rank, from its newest checkpoint to its end: steps, evaluations, checkpoints and logs.
 Every rank of a run has one.
 
-If a rank dies while a checkpoint is saved, launch/local starts all ranks again, and `_resume` continues from the newest
-valid checkpoint. The docstring of checkpoint/save.py lists every case.
+If a rank dies while a checkpoint is saved, processes/local starts all ranks again, and `_resume` continues from the
+newest valid checkpoint. The docstring of checkpoint/save.py lists every case.
 """
 
 import json
@@ -17,10 +17,10 @@ from meshwright.data.loading import Batch
 from meshwright.errors import TrainingDiverged
 from meshwright.files.storage import write_atomically
 from meshwright.job import Job
-from meshwright.launch.heartbeat import Heartbeat
-from meshwright.launch.output import terminal
-from meshwright.launch.signals import StopRequest
-from meshwright.launch.world import World
+from meshwright.processes.heartbeat import Heartbeat
+from meshwright.processes.output import terminal
+from meshwright.processes.signals import StopRequest
+from meshwright.processes.world import World
 from meshwright.train.build import build_data, build_loading, build_metrics
 from meshwright.train.callbacks.callbacks import Callbacks, build_callbacks
 from meshwright.train.callbacks.run import CallbackRun

@@ -8,8 +8,8 @@ import pytest
 
 from meshwright.auto.launched import PlanChooser
 from meshwright.job import Job, load_plan
-from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.processes.world import World
 from meshwright.train import launched
 from meshwright.train.output.folder import RunFolder
 from meshwright.train.tuning import in_process

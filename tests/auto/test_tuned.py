@@ -14,8 +14,8 @@ from meshwright.auto import choose, tuned
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.names import cluster_from_name
 from meshwright.errors import InputError
-from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.processes.world import World
 from meshwright.train.tuning import in_process
 from meshwright.train.tuning.variants import Timing
 from tests.auto.machines import cpu_cluster

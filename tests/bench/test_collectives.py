@@ -57,7 +57,7 @@ def _measurements(times: dict[str, dict[int, list[float]]], nodes: tuple[int, ..
 def _measure_in_rank(rank: int, world_size: int, nodes: int | None, in_training: bool) -> str:
     import torch
 
-    from meshwright.launch.world import World
+    from meshwright.processes.world import World
 
     world = World(rank, rank, world_size, world_size, 0, torch.device("cpu"), None)
     return to_json(measure(MeasurementRequest(nodes, (1024, 4096), 1, 0.0, in_training), world))

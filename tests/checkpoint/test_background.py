@@ -19,8 +19,8 @@ from meshwright.checkpoint.manifest import checkpoint_name
 from meshwright.checkpoint.reader import open_checkpoint, verify
 from meshwright.checkpoint.save import clear_unfinished, save
 from meshwright.errors import StorageError
-from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.processes.world import World
 from meshwright.train.session import Session
 from tests.ranks import RankPool
 from tests.train.toy import Net

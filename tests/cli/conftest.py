@@ -9,7 +9,7 @@ import yaml
 
 import meshwright.train.run
 from meshwright import progress, user_code
-from meshwright.launch.local import fork_server
+from meshwright.processes.local import fork_server
 from tests.cli.commands import JOB, CommandResult, RefusalOf, RunCommand, file_names, run_in_process
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from meshwright.collectives.native import NativeReducer
 from meshwright.errors import CollectiveError
-from meshwright.launch.torch_private import set_default_timeout
+from meshwright.processes.torch_private import set_default_timeout
 from tests.collectives.world_group import world_group
 from tests.ranks import RankPool
 

@@ -233,6 +233,6 @@ class Suicidal(Numbers):
 
 
 def test_a_worker_that_dies_is_not_the_end_of_the_data() -> None:
-    """launch/rank.py turns this into a sentence for users."""
+    """processes/rank.py turns this into a sentence for users."""
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)"):
         read_training(Suicidal(), workers=1)

@@ -19,7 +19,7 @@ from meshwright.data.loading import LoadingOptions, SampleShare, train_batches
 from meshwright.errors import RankError
 from tests.data.sources import Augmented, Stream, as_list
 from tests.forking.forked import fork
-from tests.launch.processes import wait_until
+from tests.processes.processes import wait_until
 from tests.soaked import all_but
 
 DEADLINE_S = 30

@@ -22,8 +22,8 @@ from meshwright.cli.commands import CommandLineError
 from meshwright.cluster.file import load_cluster
 from meshwright.errors import MeshwrightError
 from meshwright.job import Job, load_plan, parse_job
-from meshwright.launch.loopback import interface
 from meshwright.plan import Plan
+from meshwright.processes.loopback import interface
 from tests.documentation.prepared import PREPARED
 from tests.forking.forked import start, start_command
 

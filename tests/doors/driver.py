@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.doors.training import STEPS
 from tests.forking.environment import REPOSITORY
-from tests.launch.nodes.ports import free_port
+from tests.processes.nodes.ports import free_port
 from validation.bench.faults.leftovers import Process, descendants, find_leftovers
 
 LIMIT_S = 240.0  # for a start, or for what follows a kill, on a busy machine

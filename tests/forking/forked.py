@@ -23,10 +23,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from meshwright.launch import environment
-from meshwright.launch.failure import UNFINISHED
-from meshwright.launch.local import fork_server
-from meshwright.launch.local.fork_server import ForkedRank, ForkServer
+from meshwright.processes import environment
+from meshwright.processes.failure import UNFINISHED
+from meshwright.processes.local import fork_server
+from meshwright.processes.local.fork_server import ForkedRank, ForkServer
 from tests.forking.environment import AT_START, REPOSITORY
 
 _RANK_0_OF_1 = {"RANK": "0", "WORLD_SIZE": "1"}  # a fork server starts ranks; the forked process removes these again

@@ -11,7 +11,7 @@ import meshwright.proof.record.record
 import meshwright.train.parallelize
 import meshwright.train.rank  # noqa: F401
 from meshwright.collectives.shared_memory.compiled_helper import load_helper
-from meshwright.launch.network import own_user
+from meshwright.processes.network import own_user
 from meshwright.profile.structure.structure import find_structure
 
 load_helper(None)  # with the argument that reducers have, by which it is kept

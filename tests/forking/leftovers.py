@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 
-from meshwright.launch.local import fork_server
+from meshwright.processes.local import fork_server
 from tests.forking.forked import server_ids
 from tests.ranks import shared_rank_ids
 from validation.bench.faults.leftovers import descendants, find_leftovers

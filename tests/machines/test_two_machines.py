@@ -152,7 +152,7 @@ import torch.distributed as dist
 
 from meshwright.collectives.reducers import make_reducer
 from meshwright.collectives.shared_memory.two_level import machines_of
-from meshwright.launch.world import join, leave
+from meshwright.processes.world import join, leave
 from meshwright.parallel.mesh import build_mesh
 from meshwright.plan import Plan
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.launch.heartbeat import Heartbeat
 from meshwright.plan import Plan
+from meshwright.processes.heartbeat import Heartbeat
 from meshwright.proof.record.record import make_session
 from meshwright.proof.reference.reference_setup import ReferenceSetup, build_setup, default_dtype
 from meshwright.train.session import Session

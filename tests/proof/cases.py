@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.processes.world import World
 from meshwright.proof.prove import prove_in_running_ranks
 from meshwright.proof.request import ProofRequest, UserModel
 

@@ -11,8 +11,8 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
-from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.processes.world import World
 from meshwright.proof.proof import Proof
 from meshwright.proof.prove import prove_in_running_ranks
 from meshwright.proof.reference.reference_setup import ReferenceSetup, build_setup, default_dtype

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from meshwright.cli import app
 from meshwright.errors import InputError
 from meshwright.job import Job
-from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.processes.world import World
 from meshwright.proof.run_comparison import compare_runs
 from meshwright.train.build import build_data, build_loading
 from meshwright.train.job_session import build_session

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from meshwright.cluster.names import cluster_from_name
-from meshwright.launch.heartbeat import Heartbeat
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Axes
+from meshwright.processes.heartbeat import Heartbeat
 from meshwright.report.run.page_values import page_values
 from meshwright.train.output.activity_times import SMALLEST_WINDOW, WINDOWS_BEFORE_DOUBLING, times_file
 from meshwright.train.output.folder import RunFolder

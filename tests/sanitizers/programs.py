@@ -7,7 +7,7 @@ from pathlib import Path
 
 from meshwright.collectives import shared_memory
 from meshwright.files.compiled import FLAGS
-from meshwright.launch import network
+from meshwright.processes import network
 
 _HERE = Path(__file__).parent
 EXCHANGES = Path(shared_memory.__path__[0])

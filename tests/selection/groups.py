@@ -30,7 +30,7 @@ BY_COST = ("plans", "proofs", "launch")
 PATHS = {
     "plans": ("auto", "bench", "calibrate", "planner", "profile", "report", "selftest", "simulator", "workloads"),
     "proofs": ("blocks", "checkpoint", "collectives", "parallel", "proof", "train", "validation/test_fuzz.py"),
-    "launch": ("cli", "doors", "launch", "machines"),
+    "launch": ("cli", "doors", "processes", "machines"),
     "compat": ("compat", "export"),
     "docs": ("documentation",),
     "validation": (

@@ -50,7 +50,7 @@ def test_a_test_is_in_one_group(request: pytest.FixtureRequest) -> None:
         "validation/runs/models/test_a.py": "validation",
         "compat/ray/test_a.py": "compat",
         "documentation/test_a.py": "docs",
-        "launch/local/test_a.py": "launch",
+        "processes/local/test_a.py": "launch",
     }.items():
         item.path = TESTS / path
         assert group_of(item, cheap=()) == group

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from meshwright.job import Job, parse_job
-from meshwright.launch.heartbeat import Heartbeat
-from meshwright.launch.signals import StopRequest
-from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.processes.heartbeat import Heartbeat
+from meshwright.processes.signals import StopRequest
+from meshwright.processes.world import World
 from meshwright.train.job_session import build_session
 from meshwright.train.output.folder import RunFolder
 from meshwright.train.session import Session

@@ -13,10 +13,10 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import detect_cpu, find_cluster
 from meshwright.errors import InputError, MeshwrightError, StorageError
 from meshwright.job import load_plan
-from meshwright.launch.peer_connection import PeerLostError
-from meshwright.launch.world import World
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Axes
+from meshwright.processes.peer_connection import PeerLostError
+from meshwright.processes.world import World
 from meshwright.train import launched
 from tests.forking.forked import start
 from tests.ranks import RankPool

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.errors import CheckpointError
 from meshwright.job import Job
-from meshwright.launch.signals import StopRequest
+from meshwright.processes.signals import StopRequest
 from meshwright.train.output.checkpoints import BestCheckpoint
 from meshwright.train.output.folder import read_result
 from meshwright.train.trainer import Trainer

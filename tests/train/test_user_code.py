@@ -17,8 +17,8 @@ from meshwright import parallelize
 from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError, RankError, UserCodeError
 from meshwright.job import Job
-from meshwright.launch.local.fork_server import preloaded
 from meshwright.plan import Plan
+from meshwright.processes.local.fork_server import preloaded
 from meshwright.train.check import check_job
 from meshwright.train.metrics import accuracy
 from meshwright.train.run import train as run

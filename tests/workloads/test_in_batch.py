@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from meshwright.errors import InputError
-from meshwright.launch.world import World
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Axes, Memory
+from meshwright.processes.world import World
 from meshwright.train.session import Session
 from meshwright.workloads.in_batch import InBatchAccuracy, InBatchSoftmax
 from tests.ranks import run_ranks

@@ -65,7 +65,7 @@ def peers(
     installs the peers; one that is missing is listed with the command.
     """
     from meshwright.cli.job_file import load_plain_job
-    from meshwright.launch.local.fork_server import preloaded
+    from meshwright.processes.local.fork_server import preloaded
 
     if output:
         check_output(output)
@@ -124,7 +124,7 @@ def collectives(
     Ranks are started on this machine. If torchrun or another launcher starts
     this command, its ranks are used instead, and the first of them prints.
     """
-    from meshwright.launch.world import is_launched
+    from meshwright.processes.world import is_launched
     from validation.bench.collectives.compare import (
         json_report,
         make_rows,

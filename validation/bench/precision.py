@@ -13,8 +13,8 @@ import torch
 
 from meshwright.errors import MeshwrightError
 from meshwright.job import Job, load_job
-from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.processes.world import World
 from meshwright.train.build import build_data, build_loading
 from meshwright.train.job_session import build_session
 

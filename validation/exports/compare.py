@@ -137,7 +137,7 @@ def _job_text(case: Case) -> str:
 
 
 def _run(python: Path, program: str, words: tuple[str, ...], variables: dict[str, str]) -> dict[str, Any]:
-    from meshwright.launch import environment
+    from meshwright.processes import environment
 
     kept = {name: value for name, value in variables.items() if name != "OMP_NUM_THREADS"}
     with environment.environment_variables(kept):

@@ -18,8 +18,8 @@ import yaml
 from torch import Tensor, nn
 
 from meshwright.call import Call, build, load
-from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.processes.world import World
 from meshwright.profile.optimizer import measure_optimizer_cost
 from meshwright.profile.tracing.trace import trace_profile
 from meshwright.simulator.memory.device_memory import CUDA_MEMORY

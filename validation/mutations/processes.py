@@ -84,8 +84,8 @@ def _fork_server() -> Any:
     import weakref
 
     import tests.forking.imported  # noqa: F401
-    from meshwright.launch.local import fork_server
-    from meshwright.launch.process_exit import exit_with_parent
+    from meshwright.processes.local import fork_server
+    from meshwright.processes.process_exit import exit_with_parent
 
     ours, theirs = socket.socketpair()
     launcher = os.getpid()

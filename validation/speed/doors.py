@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.launch.world import World, join
+from meshwright.processes.world import World, join
 from meshwright.torchvision_import import mend_torchvision
 
 mend_torchvision()  # Lightning and transformers import torchvision where it is installed

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler, default_collate
 
 import meshwright as mw
-from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.processes.world import World
 from meshwright.train.build import build_data
 from meshwright.train.session import Session
 from meshwright.workloads.text.token_build import TokenFileInfo

@@ -29,7 +29,7 @@ from statistics import mean, median
 import torch
 
 from meshwright.cluster.cores import usable_cores
-from meshwright.launch.world import World
+from meshwright.processes.world import World
 from meshwright.train.output.activity_times import SMALLEST_WINDOW, ActivityTimes, times_file
 from meshwright.train.output.folder import RunFolder
 

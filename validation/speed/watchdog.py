@@ -14,12 +14,12 @@ from statistics import median
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.launch.heartbeat import Heartbeat
-from meshwright.launch.stall.watchdog import make_watchdog
-from meshwright.launch.world import join
 from meshwright.parallel.exchange_names import ModelExchanges
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Axes
+from meshwright.processes.heartbeat import Heartbeat
+from meshwright.processes.stall.watchdog import make_watchdog
+from meshwright.processes.world import join
 from meshwright.train.build import build_data
 from meshwright.train.job_session import build_session
 

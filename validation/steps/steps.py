@@ -32,8 +32,8 @@ from meshwright.calibrate.model_operators import measure_model_operators
 from meshwright.calibrate.probe import measure_machine
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
-from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.processes.world import World
 from meshwright.profile.optimizer import measure_optimizer_cost
 from meshwright.profile.tracing.trace import trace_profile
 from meshwright.profile.values import ModelProfile

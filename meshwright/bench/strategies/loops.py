@@ -17,9 +17,9 @@ from meshwright.call import bind
 from meshwright.data.batch import SampleShare
 from meshwright.data.loading import train_batches
 from meshwright.job import Job
-from meshwright.launch.world import World
 from meshwright.parallel.precision import forward_precision, fp32_product_precision, register_casts
 from meshwright.plan import Plan
+from meshwright.processes.world import World
 from meshwright.train.build import build_data, build_initialized_model, build_loading
 from meshwright.train.job_session import build_session
 from meshwright.train.loss.loss import loss_from_model

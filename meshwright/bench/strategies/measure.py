@@ -15,8 +15,8 @@ from meshwright.bench.strategies.time_shares import time_shares
 from meshwright.errors import MeshwrightError
 from meshwright.files.storage import write_atomically
 from meshwright.job import Job
-from meshwright.launch.local.launch import RankSettings, launch
 from meshwright.plan import Plan
+from meshwright.processes.local.launch import RankSettings, launch
 from meshwright.train.output.folder import RunFolder, read_result
 
 RANK_MODULE = "meshwright.bench.strategies.rank"

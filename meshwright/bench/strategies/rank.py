@@ -15,10 +15,10 @@ from meshwright.bench.strategies.loops import Step, plain_steps, session_steps
 from meshwright.bench.strategies.request import MeasurementRequest, ProcessAnswer, job_file, plan_file
 from meshwright.bench.strategies.time_samples import TimeSampler
 from meshwright.job import Job, load_job, load_plan
-from meshwright.launch.heartbeat import Heartbeat
-from meshwright.launch.rank import run_rank
-from meshwright.launch.world import World, world_without_group
 from meshwright.plan import Plan
+from meshwright.processes.heartbeat import Heartbeat
+from meshwright.processes.rank import run_rank
+from meshwright.processes.world import World, world_without_group
 from meshwright.train.output.folder import RunFolder
 from meshwright.train.output.peak_memory import peak_memory_bytes
 from meshwright.train.servers.rank import train_server, train_worker

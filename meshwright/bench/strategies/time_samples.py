@@ -18,7 +18,7 @@ from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Self
 
-from meshwright.launch.stall.position import stack_of
+from meshwright.processes.stall.position import stack_of
 
 _INTERVAL_S = 0.001
 _TASKS = Path("/proc/self/task")
@@ -28,7 +28,7 @@ _EXCHANGING = (
     "/meshwright/collectives/",
     "/meshwright/parallel/differentiable_collectives.py",
     "/meshwright/parallel/pipeline/transport.py",
-    "/meshwright/launch/peer_connection.py",
+    "/meshwright/processes/peer_connection.py",
     "/torch/distributed/distributed_c10d.py",
     "/torch/distributed/_functional_collectives.py",
     "/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py",

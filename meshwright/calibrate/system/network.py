@@ -4,8 +4,8 @@ import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from meshwright.launch import loopback
-from meshwright.launch.network.interface import default_interface, named_interfaces
+from meshwright.processes import loopback
+from meshwright.processes.network.interface import default_interface, named_interfaces
 
 _WAIT_S = 5.0
 

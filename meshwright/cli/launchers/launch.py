@@ -121,7 +121,7 @@ def _launch_options(
 ) -> "LaunchOptions":
     """Returns the options that go into the file. Raises an `InputError` for one that cannot be read."""
     from meshwright.export.launch_files.request import LaunchOptions, check_interface, check_partition, parse_time
-    from meshwright.launch.nodes.address import parse_address
+    from meshwright.processes.nodes.address import parse_address
 
     return LaunchOptions(
         interface=None if interface is None else check_interface(interface),

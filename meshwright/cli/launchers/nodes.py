@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from meshwright.errors import InputError
-from meshwright.launch.nodes.address import NodeCount, check_node_rank, parse_address, parse_node_count
+from meshwright.processes.nodes.address import NodeCount, check_node_rank, parse_address, parse_node_count
 
 if TYPE_CHECKING:
     from meshwright.cluster.cluster import Cluster
@@ -41,7 +41,7 @@ def train_on_nodes(
     rendezvous: str | None,
 ) -> None:
     """Trains as machine `node_rank` of `nodes_text` machines. Rank 0 prints the result."""
-    from meshwright.launch.local.fork_server import preloaded
+    from meshwright.processes.local.fork_server import preloaded
 
     nodes = parse_node_count(nodes_text)
     if nodes.most == 1:
@@ -61,8 +61,8 @@ def train_on_nodes(
         )
     with preloaded("meshwright.train.rank", job.train.spare):
         from meshwright.cluster.detect import find_cluster
-        from meshwright.launch.nodes.launch import NodeSettings, launch_node
-        from meshwright.launch.nodes.rendezvous import Node
+        from meshwright.processes.nodes.launch import NodeSettings, launch_node
+        from meshwright.processes.nodes.rendezvous import Node
         from meshwright.train.run import DETERMINISTIC
 
         cluster = find_cluster(request.cluster or job.cluster)
@@ -119,8 +119,8 @@ def main() -> None:
     from meshwright.cli.job_file import load_train_job
     from meshwright.cli.training import print_result, train_as_rank
     from meshwright.job import load_plan
-    from meshwright.launch.environment import read_environment
-    from meshwright.launch.nodes.launch import write_result
+    from meshwright.processes.environment import read_environment
+    from meshwright.processes.nodes.launch import write_result
 
     request = RankRequest(**json.loads(sys.argv[1]))
     job = load_train_job(Path(request.job), request.settings)

@@ -35,7 +35,7 @@ def train_in_ray_workers(
 ) -> dict[str, Any] | None:
     """Trains the job on the Ray cluster `on`. Returns the result of the run."""
     from meshwright.cli.job_file import is_module_job
-    from meshwright.launch.environment import read_environment
+    from meshwright.processes.environment import read_environment
 
     if is_module_job(job):
         raise InputError(f"--on {on}: a LightningModule is trained by Lightning's Trainer, which --on does not start")

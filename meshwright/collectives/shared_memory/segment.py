@@ -52,7 +52,7 @@ class SharedSegment(ctypes.Structure):
 class ProcessIdentity:
     """Identifies a process. Processes with the same `machine` and `namespace` are on one machine and share memory. The
     `namespace` is that of PIDs, without which they cannot open each other's memory, and that of the network: containers
-    with networks of their own are several machines, as for the planner and the order of ranks (launch/network)."""
+    with networks of their own are several machines, as for the planner and the order of ranks (processes/network)."""
 
     host: str
     machine: str  # the boot id of the kernel

@@ -34,10 +34,10 @@ from meshwright.compat.accelerate.uneven_inputs import JoinedModel
 from meshwright.compat.plan_argument import PlanArgument
 from meshwright.errors import InputError
 from meshwright.exchange import all_gather_values
-from meshwright.launch.torch_private import add_gloo_for_cpu_tensors
 from meshwright.parallel.apply import apply
 from meshwright.parallel.clip import clip_values_
 from meshwright.plan import Plan
+from meshwright.processes.torch_private import add_gloo_for_cpu_tensors
 from meshwright.train.drive.driver import loss_weight
 from meshwright.train.step.optimizer import use_fused_kernels
 

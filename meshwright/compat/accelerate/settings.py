@@ -21,7 +21,7 @@ from accelerate.utils import (
 )
 
 from meshwright.errors import InputError
-from meshwright.launch.environment import variables_of
+from meshwright.processes.environment import variables_of
 
 _USE_A_PLAN = "give Accelerator(plan=…) a plan instead (docs/accelerate.md)"
 # Arguments that choose another engine, with the field of a plan that does the same.

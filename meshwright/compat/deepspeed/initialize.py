@@ -24,9 +24,9 @@ from meshwright.compat.deepspeed_config.plan_groups import data_ranks_of, plan_g
 from meshwright.compat.deepspeed_config.sections import OptimizerSection, SchedulerSection
 from meshwright.compat.deepspeed_job import loss_scale_of
 from meshwright.job import load_plan
-from meshwright.launch.torch_private import add_gloo_for_cpu_tensors
-from meshwright.launch.world import join
 from meshwright.plan import Plan
+from meshwright.processes.torch_private import add_gloo_for_cpu_tensors
+from meshwright.processes.world import join
 from meshwright.train.session import Parameters, Session
 
 _TIMEOUT_S = 1800  # DeepSpeed's

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from meshwright.compat.deepspeed.modules import provide
 from meshwright.errors import InputError, MeshwrightError
-from meshwright.launch.environment import read_environment
-from meshwright.launch.local.launch_function import launch
+from meshwright.processes.environment import read_environment
+from meshwright.processes.local.launch_function import launch
 
 _ALL = -1  # DeepSpeed's default for the number of GPUs
 

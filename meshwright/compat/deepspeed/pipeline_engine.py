@@ -19,8 +19,8 @@ from meshwright.compat.deepspeed.errors import CallError
 from meshwright.compat.deepspeed.pipe import PipelineModule
 from meshwright.compat.deepspeed_config.batch import CompleteSizes
 from meshwright.compat.deepspeed_config.config import DeepSpeedConfig
-from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.processes.world import World
 from meshwright.train.session import Session
 from meshwright.train.step.batch import map_tensors, move_to_device, tensors_in
 

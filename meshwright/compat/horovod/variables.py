@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwright.errors import InputError
-from meshwright.launch.environment import launched_rank, store_of, variables_of
-from meshwright.launch.launchers.launched_rank import LaunchedRank
-from meshwright.launch.launchers.store_place import StorePlace
+from meshwright.processes.environment import launched_rank, store_of, variables_of
+from meshwright.processes.launchers.launched_rank import LaunchedRank
+from meshwright.processes.launchers.store_place import StorePlace
 
 # Address (host:port) and id by which a worker of an elastic job reports to the launcher that started it.
 DRIVER, WORKER = "MESHWRIGHT_HOROVOD_DRIVER", "MESHWRIGHT_HOROVOD_WORKER"

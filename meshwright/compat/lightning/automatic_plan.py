@@ -16,9 +16,9 @@ from meshwright.compat.loaders import batch_of_first_samples
 from meshwright.compat.plan_argument import ignoring_accumulation, without_accumulation
 from meshwright.data.randomness import preserve_generators
 from meshwright.errors import MeshwrightError
-from meshwright.launch.world import rank_count
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Axes
+from meshwright.processes.world import rank_count
 from meshwright.proof.before_training.before_training import fastest_equal_plan
 
 

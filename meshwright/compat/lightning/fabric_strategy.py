@@ -35,9 +35,9 @@ from meshwright.compat.lightning.plan_argument import (
 from meshwright.compat.lightning.shares import BatchShare, ShareLoader, check_equal_shapes
 from meshwright.compat.plan_argument import PlanArgument
 from meshwright.errors import InputError
-from meshwright.launch.torch_private import add_gloo_for_cpu_tensors
 from meshwright.parallel.clip import clip_values_
 from meshwright.plan import Plan
+from meshwright.processes.torch_private import add_gloo_for_cpu_tensors
 from meshwright.train.drive.driver import Driver
 from meshwright.train.drive.whole_states import divide_loaded_state, whole_optimizer_state, whole_tensor
 from meshwright.train.step.optimizer import use_fused_kernels

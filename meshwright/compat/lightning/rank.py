@@ -26,11 +26,11 @@ from meshwright.data.prepared import PreparedShare
 from meshwright.errors import InputError
 from meshwright.files.storage import write_atomically
 from meshwright.job import Job, load_job, load_plan
-from meshwright.launch.heartbeat import Heartbeat
-from meshwright.launch.rank import run_rank
-from meshwright.launch.signals import StopRequest
-from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.processes.heartbeat import Heartbeat
+from meshwright.processes.rank import run_rank
+from meshwright.processes.signals import StopRequest
+from meshwright.processes.world import World
 from meshwright.train.build import construct_model
 from meshwright.train.output.folder import RunFolder
 from meshwright.train.output.metrics_log import MetricsLog, finite_or_none

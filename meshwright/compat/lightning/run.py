@@ -9,10 +9,10 @@ from meshwright.compat.lightning.plan_argument import check_loop_plan
 from meshwright.compat.lightning_job import check_module_job
 from meshwright.errors import InputError, Stopped
 from meshwright.job import Job
-from meshwright.launch.environment import read_environment
-from meshwright.launch.local.launch import RankSettings, launch
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Axes
+from meshwright.processes.environment import read_environment
+from meshwright.processes.local.launch import RankSettings, launch
 from meshwright.train.check import check_devices, check_rank_count
 from meshwright.train.output.folder import lock_run_folder, read_result, write_job_and_plan
 from meshwright.train.run import DETERMINISTIC

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 
 from meshwright.checkpoint.manifest import checkpoint_name
-from meshwright.launch.heartbeat import Heartbeat
+from meshwright.processes.heartbeat import Heartbeat
 from meshwright.train.output.metrics_log import MetricsLog
 from meshwright.train.stop_agreement import StopAgreement
 

@@ -47,8 +47,8 @@ from meshwright.compat.plan_argument import PlanArgument
 from meshwright.data.prepared import PreparedShare
 from meshwright.errors import InputError
 from meshwright.exchange import all_gather_values
-from meshwright.launch.torch_private import add_gloo_for_cpu_tensors
 from meshwright.plan import Plan
+from meshwright.processes.torch_private import add_gloo_for_cpu_tensors
 from meshwright.train.drive.driver import Driver
 from meshwright.train.drive.whole_states import divide_loaded_state
 from meshwright.train.session import Session

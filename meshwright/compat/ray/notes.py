@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from meshwright.files.storage import write_atomically, writing
-from meshwright.launch.failure import Failure, is_consequence, repeats
+from meshwright.processes.failure import Failure, is_consequence, repeats
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from meshwright.compat.versions import check_versions
 from meshwright.errors import InputError, MeshwrightError, RankError, Stopped
 from meshwright.files.storage import output_error
 from meshwright.job import Job
-from meshwright.launch.failure import to_error
-from meshwright.launch.output import print_to_user
 from meshwright.plan import Plan
+from meshwright.processes.failure import to_error
+from meshwright.processes.output import print_to_user
 
 check_versions("meshwright.compat.ray", {"ray": "2.60.0"})  # before anything of Ray is imported
 

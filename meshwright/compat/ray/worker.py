@@ -15,13 +15,13 @@ from meshwright.compat.ray.request import WorkerRequest
 from meshwright.errors import InputError, MeshwrightError, RankError
 from meshwright.exchange import broadcast_value
 from meshwright.job import Job
-from meshwright.launch.agreement import agree, versions
-from meshwright.launch.environment import Environment, environment_variables
-from meshwright.launch.failure import failure_from_exception
-from meshwright.launch.heartbeat import Heartbeat
-from meshwright.launch.rank import run_rank
-from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.processes.agreement import agree, versions
+from meshwright.processes.environment import Environment, environment_variables
+from meshwright.processes.failure import failure_from_exception
+from meshwright.processes.heartbeat import Heartbeat
+from meshwright.processes.rank import run_rank
+from meshwright.processes.world import World
 from meshwright.proof.before_training.job import CheckInWorld
 from meshwright.train.launched import train_in_world
 

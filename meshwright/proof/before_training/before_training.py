@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from meshwright.errors import UnequalPlan
 from meshwright.exchange import broadcast_value
-from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.processes.world import World
 from meshwright.progress import phase, say
 from meshwright.proof.before_training.batch_state import find_batch_state, find_changed_parameter
 from meshwright.proof.before_training.check import (

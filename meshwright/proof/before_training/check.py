@@ -13,8 +13,8 @@ import torch.distributed as dist
 from meshwright.data.randomness import preserve_generators
 from meshwright.errors import InputError, RankError, UnequalPlan
 from meshwright.exchange import broadcast_value
-from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.processes.world import World
 from meshwright.progress import phase, say
 from meshwright.proof.before_training.decide import Decision, decide, make_request
 from meshwright.proof.before_training.kept import keep

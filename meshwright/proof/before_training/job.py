@@ -10,10 +10,10 @@ from meshwright.call import bind
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError, MeshwrightError, UnequalPlan
 from meshwright.job import Job
-from meshwright.launch.world import World
 from meshwright.parallel.weights.deferred import build_on_meta, find_unreproducible, materialize
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Axes
+from meshwright.processes.world import World
 from meshwright.proof.before_training.before_training import check_here, check_in_world
 from meshwright.proof.before_training.plan_kind import UnequalDivisions, needs_check, refuse_divided
 from meshwright.proof.before_training.training import Training

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from meshwright.launch.world import World
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Axes
+from meshwright.processes.world import World
 from meshwright.proof.before_training.before_training import check_in_world
 from meshwright.proof.before_training.mixing.check import FirstBatchCheck, first_batch_check
 from meshwright.proof.before_training.training import Training

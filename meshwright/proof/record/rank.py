@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from meshwright.launch.rank import run_rank
+from meshwright.processes.rank import run_rank
 from meshwright.proof.record.record import record
 from meshwright.proof.record.request_file import read_request
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from meshwright.exchange import broadcast_value
-from meshwright.launch.heartbeat import Heartbeat
-from meshwright.launch.world import World
+from meshwright.processes.heartbeat import Heartbeat
+from meshwright.processes.world import World
 from meshwright.proof.record.operators import OperatorRecorder, write_calls
 from meshwright.proof.record.record_with_servers import record_with_servers
 from meshwright.proof.reference.lift_casts import LiftCasts

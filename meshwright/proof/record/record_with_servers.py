@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 
 from meshwright.data.batch import Batch
-from meshwright.launch.heartbeat import Heartbeat
-from meshwright.launch.peer_connection import store_connector
-from meshwright.launch.world import World
+from meshwright.processes.heartbeat import Heartbeat
+from meshwright.processes.peer_connection import store_connector
+from meshwright.processes.world import World
 from meshwright.proof.reference.lift_casts import LiftCasts
 from meshwright.proof.reference.reference_setup import ReferenceSetup, batch_in_dtype, build_setup, default_dtype
 from meshwright.proof.request import ProofRequest

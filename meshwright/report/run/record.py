@@ -15,9 +15,9 @@ from meshwright.files.foreign import json_lines, parse_json, read_bytes
 from meshwright.files.regular_file import open_regular_file
 from meshwright.files.yaml_file import parse_mapping
 from meshwright.job import load_plan
-from meshwright.launch.heartbeat import HeartbeatRecord, heartbeat_file, read_heartbeat
 from meshwright.numbers.limits import is_number
 from meshwright.plan import Plan
+from meshwright.processes.heartbeat import HeartbeatRecord, heartbeat_file, read_heartbeat
 from meshwright.train.output.folder import RunFolder
 from meshwright.train.output.origin import read_run_file
 

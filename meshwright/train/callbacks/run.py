@@ -10,7 +10,7 @@ from torch import nn
 
 from meshwright.errors import InputError
 from meshwright.job import Job
-from meshwright.launch.world import World
+from meshwright.processes.world import World
 from meshwright.train.output.folder import RunFolder
 from meshwright.train.step_runner import StepRunner
 

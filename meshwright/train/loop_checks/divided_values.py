@@ -6,9 +6,9 @@ the model's code raises by itself gets a note only."""
 import dis
 
 from meshwright.errors import InputError
-from meshwright.launch.communication_errors import communication_error
-from meshwright.launch.stall.out_of_memory import is_out_of_memory
 from meshwright.plan import Plan
+from meshwright.processes.communication_errors import communication_error
+from meshwright.processes.stall.out_of_memory import is_out_of_memory
 from meshwright.user_code import first_line, is_machinery
 
 _TYPES = (  # of errors that torch raises for values that it cannot compute with

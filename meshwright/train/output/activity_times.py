@@ -27,7 +27,7 @@ from typing import TextIO
 import torch
 
 from meshwright.collectives.wait_clock import WAIT_CLOCK
-from meshwright.launch.world import World
+from meshwright.processes.world import World
 from meshwright.train.output.peak_memory import peak_memory_bytes
 
 SMALLEST_WINDOW = 10  # steps

@@ -22,7 +22,7 @@ from meshwright.checkpoint.state import GROUPS, ModelDescription, State, describ
 from meshwright.errors import CheckpointError
 from meshwright.files.storage import writing
 from meshwright.job_sections.sections import Checkpoint
-from meshwright.launch.world import World
+from meshwright.processes.world import World
 from meshwright.train.output.copies import CheckpointCopies
 from meshwright.train.output.folder import RunFolder
 from meshwright.train.step.nonfinite import infinite_keys, nonfinite_keys

@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.errors import StorageError
 from meshwright.files.storage import write_atomically, writing
-from meshwright.launch.output import terminal
+from meshwright.processes.output import terminal
 from meshwright.train.output.folder import RunFolder
 
 

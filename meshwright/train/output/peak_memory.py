@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.launch.world import World
 from meshwright.parallel.weights.layout import local_tensor
+from meshwright.processes.world import World
 
 
 def peak_memory_bytes(device: torch.device) -> int:

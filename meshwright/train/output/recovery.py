@@ -21,10 +21,10 @@ from statistics import median
 from typing import Any
 
 from meshwright.files.foreign import json_lines, read_bytes
-from meshwright.launch.environment import RestartTimes
-from meshwright.launch.heartbeat import Heartbeat
-from meshwright.launch.local.spare import spare_memory_bytes
-from meshwright.launch.world import World
+from meshwright.processes.environment import RestartTimes
+from meshwright.processes.heartbeat import Heartbeat
+from meshwright.processes.local.spare import spare_memory_bytes
+from meshwright.processes.world import World
 from meshwright.train.output.folder import RunFolder
 
 PARTS = ("stop", "start", "join", "build", "load", "evaluate", "step")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import CollectiveError
-from meshwright.launch.peer_connection import ConnectToStore, PeerConnection
+from meshwright.processes.peer_connection import ConnectToStore, PeerConnection
 from meshwright.train.servers.messages import Instruction, MessageBuffer, ReportKind, ServerReply, WorkerReport
 from meshwright.train.servers.parameter_shard import ParameterShard
 

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from meshwright.data.loading import SampleShare
 from meshwright.job import Job
-from meshwright.launch.environment import restart_times
-from meshwright.launch.heartbeat import Heartbeat
-from meshwright.launch.network.own_user import admit_own_user_only
-from meshwright.launch.peer_connection import describe_last_heartbeat, store_connector
-from meshwright.launch.rank import run_rank
-from meshwright.launch.signals import StopRequest
-from meshwright.launch.world import World, world_without_group
 from meshwright.plan import Plan
+from meshwright.processes.environment import restart_times
+from meshwright.processes.heartbeat import Heartbeat
+from meshwright.processes.network.own_user import admit_own_user_only
+from meshwright.processes.peer_connection import describe_last_heartbeat, store_connector
+from meshwright.processes.rank import run_rank
+from meshwright.processes.signals import StopRequest
+from meshwright.processes.world import World, world_without_group
 from meshwright.train.build import build_data, build_loading, build_metrics
 from meshwright.train.job_session import build_session
 from meshwright.train.output.folder import RunFolder

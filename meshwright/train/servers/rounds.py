@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from meshwright.errors import CollectiveError
-from meshwright.launch.peer_connection import PeerTimeoutError
+from meshwright.processes.peer_connection import PeerTimeoutError
 from meshwright.train.servers.connections import Connection, Connections
 from meshwright.train.servers.messages import Instruction, ServerReply
 from meshwright.train.servers.parameter_shard import ParameterShard, UpdateResult

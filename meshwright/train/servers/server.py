@@ -17,8 +17,8 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.state import State, model_state, optimizer_state
 from meshwright.data.loading import LoadingOptions
 from meshwright.errors import CollectiveError, InputError
-from meshwright.launch.peer_connection import ConnectToStore
 from meshwright.plan import Plan
+from meshwright.processes.peer_connection import ConnectToStore
 from meshwright.train.metrics import Metric, MetricTotals
 from meshwright.train.servers.clocks import WorkerClocks
 from meshwright.train.servers.connections import Connections

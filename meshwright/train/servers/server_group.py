@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshwright.errors import CollectiveError
 from meshwright.exchange import from_bytes_tensor, to_bytes_tensor
-from meshwright.launch.torch_private import gloo_group
+from meshwright.processes.torch_private import gloo_group
 
 
 class ServerGroup:

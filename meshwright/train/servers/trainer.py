@@ -3,7 +3,7 @@ the staleness of gradients."""
 
 from typing import Any
 
-from meshwright.launch.signals import StopRequest
+from meshwright.processes.signals import StopRequest
 from meshwright.train.servers.server import Server
 from meshwright.train.trainer import Trainer
 

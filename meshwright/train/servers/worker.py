@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from meshwright.data.loading import Batch, SampleShare
 from meshwright.errors import CollectiveError
 from meshwright.exchange import to_bytes_tensor
-from meshwright.launch.peer_connection import (
+from meshwright.plan import Plan
+from meshwright.processes.peer_connection import (
     ConnectToStore,
     PeerConnection,
     PeerLostError,
     PeerTimeoutError,
     describe_last_heartbeat,
 )
-from meshwright.plan import Plan
 from meshwright.train.output.peak_memory import peak_memory_bytes
 from meshwright.train.servers.connections import announce, pair_store
 from meshwright.train.servers.messages import (

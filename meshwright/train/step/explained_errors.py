@@ -1,5 +1,5 @@
 """In a user's own loop, an error of communication in a method of the session becomes one that says which rank is stuck.
-Under `meshwright train`, launch/rank.py does the same."""
+Under `meshwright train`, processes/rank.py does the same."""
 
 import sys
 from collections.abc import Callable
@@ -9,15 +9,15 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from weakref import finalize, ref
 
 from meshwright.errors import CollectiveError
-from meshwright.launch.communication_errors import communication_error, explain_communication_error
-from meshwright.launch.heartbeat import Heartbeat, describe_progress
-from meshwright.launch.stall.collection import Finding
-from meshwright.launch.stall.departure import Departure
-from meshwright.launch.stall.ending import Ending, Progress
-from meshwright.launch.stall.out_of_memory import describe_out_of_memory, is_out_of_memory
-from meshwright.launch.stall.watchdog import Watchdog, make_watchdog
-from meshwright.launch.torch_private import default_store
-from meshwright.launch.world import World
+from meshwright.processes.communication_errors import communication_error, explain_communication_error
+from meshwright.processes.heartbeat import Heartbeat, describe_progress
+from meshwright.processes.stall.collection import Finding
+from meshwright.processes.stall.departure import Departure
+from meshwright.processes.stall.ending import Ending, Progress
+from meshwright.processes.stall.out_of_memory import describe_out_of_memory, is_out_of_memory
+from meshwright.processes.stall.watchdog import Watchdog, make_watchdog
+from meshwright.processes.torch_private import default_store
+from meshwright.processes.world import World
 from meshwright.user_code import describe_error
 
 Parameters = ParamSpec("Parameters")

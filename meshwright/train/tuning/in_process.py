@@ -21,8 +21,8 @@ import torch
 
 from meshwright.data.randomness import preserve_generators
 from meshwright.exchange import all_gather_values
-from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.processes.world import World
 from meshwright.train.session import Session
 from meshwright.train.step.batch import map_tensors
 from meshwright.train.torch_private import forgetting_compiled_code, without_default_group

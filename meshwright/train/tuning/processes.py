@@ -16,8 +16,8 @@ import torch
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.job import Job
-from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.processes.world import World
 from meshwright.train.tuning.job_batches import first_batches
 from meshwright.train.tuning.steps import compiling_as_in, plan_of_rank, time_steps
 from meshwright.train.tuning.variants import Timing

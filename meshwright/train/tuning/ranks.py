@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.exchange import broadcast_value
-from meshwright.launch.world import World
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Compute
+from meshwright.processes.world import World
 from meshwright.train.tuning.in_process import MakeSession, TakeBatches, measure_in_process
 from meshwright.train.tuning.kept import KeptChoice, load_choice, save_choice
 from meshwright.train.tuning.variants import Variant, fastest_variant, kept_plan

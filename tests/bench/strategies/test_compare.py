@@ -19,9 +19,9 @@ from meshwright.bench.strategies.rows import StrategyReport
 from meshwright.bench.strategies.show import show
 from meshwright.errors import InputError, RankError, Stopped
 from meshwright.job import Job, parse_job
-from meshwright.launch.local.fork_server import preloaded
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Axes
+from meshwright.processes.local.fork_server import preloaded
 from tests.bench.strategies.test_plans import cluster_of
 from tests.train.toy import Net
 

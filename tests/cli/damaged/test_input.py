@@ -24,8 +24,8 @@ import meshwright.proof.prove
 import meshwright.train.run
 from meshwright.cli import main
 from meshwright.errors import MeshwrightError
-from meshwright.launch.local import fork_server
 from meshwright.plan import Plan
+from meshwright.processes.local import fork_server
 from tests.cli.commands import JOB, CommandResult
 from tests.cli.damaged.damage import BYTES_DAMAGES, TEXT_DAMAGES, WORDS_DAMAGES, BytesDamage, WordsDamage
 from tests.cli.recorded_run import recorded_run

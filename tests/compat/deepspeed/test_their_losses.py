@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.launch.loopback import interface
+from meshwright.processes.loopback import interface
 from tests.compat.deepspeed.tolerances import FP16_TOLERANCES, TOLERANCES
 
 REPOSITORY = Path(__file__).parents[3]

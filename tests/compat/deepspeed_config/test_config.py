@@ -199,6 +199,7 @@ def test_the_number_of_ranks_is_needed_unless_the_batch_sizes_give_it() -> None:
         Plan.from_deepspeed({"train_batch_size": 8, "tensor_parallel": {"autotp_size": 2}}, ranks=3)
 
 
+@pytest.mark.core
 def test_the_document_has_every_key() -> None:
     """docs/deepspeed.md has the table of keys.yaml, word for word."""
     text = DOCUMENT.read_text()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from meshwright.compat.horovod.engine.control import connect
 from meshwright.compat.horovod.engine.frames import FrameReader, send_frame
 from meshwright.compat.horovod.engine.rendezvous import Placement
-from meshwright.launch.token.signed_store import SignedStore, read
+from meshwright.processes.token.signed_store import SignedStore, read
 
 TIMEOUT_S = 60.0
 

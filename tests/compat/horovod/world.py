@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import meshwright.compat.horovod as hvd
-from meshwright.launch.environment import environment_variables
-from meshwright.launch.loopback import ADDRESS, serve_store
+from meshwright.processes.environment import environment_variables
+from meshwright.processes.loopback import ADDRESS, serve_store
 from tests.ranks import RankPool
 
 VARIABLES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "GLOO_RENDEZVOUS_ADDR", "GLOO_RENDEZVOUS_PORT")

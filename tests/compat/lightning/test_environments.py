@@ -17,8 +17,8 @@ from lightning.fabric.plugins.environments import KubeflowEnvironment, SLURMEnvi
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from meshwright.launch.environment import environment_variables
-from meshwright.launch.loopback import interface, serve_store
+from meshwright.processes.environment import environment_variables
+from meshwright.processes.loopback import interface, serve_store
 from tests.compat.lightning.modules import Regression, Samples, largest_difference, plain
 from tests.compat.lightning.trainers import fit
 from tests.ranks import RankPool, ranks

@@ -20,8 +20,8 @@ from meshwright.cli.job_file import load_train_job
 from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError
 from meshwright.job import load_plan, parse_job
-from meshwright.launch.heartbeat import Heartbeat
-from meshwright.launch.world import World
+from meshwright.processes.heartbeat import Heartbeat
+from meshwright.processes.world import World
 from meshwright.train.output.folder import RunFolder
 from tests.compat.lightning.modules import EPOCHS, largest_difference, plain
 from tests.compat.lightning.trainers import MODULES, fit

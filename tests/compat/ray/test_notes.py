@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from meshwright.compat.ray.notes import RunNotes
-from meshwright.launch.failure import Failure
+from meshwright.processes.failure import Failure
 
 LOST = Failure(0, 0, "CollectiveError", "rank 0: lost contact", "", 4, "backward", 1.0, False)
 RAISED = Failure(1, 0, "ValueError", "wrong", "", 4, "backward", 2.0, False)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.launch.loopback import interface
+from meshwright.processes.loopback import interface
 from tests.forking.forked import Process, start_command
 
 REPOSITORY = Path(__file__).parents[3]

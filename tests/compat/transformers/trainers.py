@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from meshwright.launch.environment import environment_variables
+from meshwright.processes.environment import environment_variables
 from meshwright.torchvision_import import mend_torchvision
 
 mend_torchvision()

@@ -9,10 +9,10 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
-from meshwright.launch.world import World
 from meshwright.parallel.context.divide_model import SequenceDivision, divide_inputs
 from meshwright.parallel.context.exchange import Exchange
 from meshwright.plan import Plan
+from meshwright.processes.world import World
 from meshwright.profile.optimizer import measure_optimizer_cost
 from meshwright.profile.structure.sequence import SequenceInput
 from meshwright.profile.tracing.trace import trace_profile

@@ -178,7 +178,7 @@ def _generator_states() -> list[Any]:
 
 
 def _world(rank: int, size: int) -> Any:
-    from meshwright.launch.world import World
+    from meshwright.processes.world import World
 
     assert dist.is_initialized()
     return World(rank, rank, size, size, 0, torch.device("cpu"), None)

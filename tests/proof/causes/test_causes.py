@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.launch.world import World
+from meshwright.processes.world import World
 from meshwright.proof.causes.diagnose import FIRST, THEN, diagnose
 from meshwright.proof.exact_comparison import compare_with_evidence
 from meshwright.proof.record.record import record

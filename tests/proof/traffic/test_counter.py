@@ -18,8 +18,8 @@ from torch.utils.data import default_collate
 
 from meshwright.blocks.recompute import Recompute
 from meshwright.errors import MeshwrightError
-from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.processes.world import World
 from meshwright.profile.optimizer import OptimizerCost, measure_optimizer_cost
 from meshwright.profile.tracing.trace import trace_profile
 from meshwright.profile.values import ModelProfile

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from meshwright.launch.world import World
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Axes, Modules, Split
+from meshwright.processes.world import World
 from meshwright.train.session import Session
 from meshwright.workloads.vision import vgg16
 from tests.proof.traffic.counter import bytes_by_collective, count_traffic

@@ -11,10 +11,10 @@ from torch.utils.data import default_collate
 
 from meshwright.checkpoint.background import BackgroundSaver
 from meshwright.cluster.detect import find_cluster
-from meshwright.launch.world import World
 from meshwright.plan import Plan
 from meshwright.planner.explanation.host_memory import host_memory
 from meshwright.planner.inputs import PlanningInputs
+from meshwright.processes.world import World
 from meshwright.profile.optimizer import measure_optimizer_cost
 from meshwright.profile.structure.structure import find_structure
 from meshwright.profile.tracing.trace import trace_profile

@@ -18,7 +18,7 @@ from torch import nn
 import meshwright as mw
 from meshwright.auto import choose, tuned
 from meshwright.cluster.names import cluster_from_name
-from meshwright.launch.loopback import interface
+from meshwright.processes.loopback import interface
 from tests.ranks import RankPool
 from tests.train.loops.models import model, pairs, shuffled
 from tests.train.toy import points

@@ -9,7 +9,7 @@ import torch
 
 from meshwright.collectives.wait_clock import WAIT_CLOCK
 from meshwright.job_sections.sections import Log
-from meshwright.launch.heartbeat import Heartbeat
+from meshwright.processes.heartbeat import Heartbeat
 from meshwright.report.trace import read_trace
 from meshwright.train.output import activity_times
 from meshwright.train.output.activity_times import times_file

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshwright.errors import CheckpointError, MeshwrightError, TrainingDiverged
-from meshwright.launch.signals import StopRequest
+from meshwright.processes.signals import StopRequest
 from meshwright.train.output import checkpoints
 from tests.ranks import RankPool
 from tests.train.one_process import make_trainer, toy_job, train

@@ -11,7 +11,7 @@ from torch import nn
 
 from meshwright.data.batch import Batch, Microbatch
 from meshwright.errors import StorageError
-from meshwright.launch.signals import StopRequest
+from meshwright.processes.signals import StopRequest
 from meshwright.train.output.observation import (
     digest,
     digest_samples,

@@ -12,7 +12,7 @@ from typing import Any
 
 # Nothing here imports torch when it is loaded, so that `preloaded` forks this process instead of starting another one.
 from meshwright.errors import MeshwrightError
-from meshwright.launch.local.fork_server import preloaded
+from meshwright.processes.local.fork_server import preloaded
 
 DISK_BYTES = 4_194_304
 JOB: dict[str, Any] = {

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
 from meshwright.data.order import batches_per_epoch, permutation
-from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.processes.world import World
 from meshwright.train.session import Parameters, Session
 from tests.ranks import ranks
 from tests.soaked import all_but

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from meshwright.checkpoint.load import find_newest_valid
-from meshwright.launch.loopback import connect_store
+from meshwright.processes.loopback import connect_store
 from meshwright.train.output.folder import RunFolder
 from tests.forking.forked import Process
-from tests.launch.nodes.ports import free_port
+from tests.processes.nodes.ports import free_port
 from tests.ranks import run_ranks
 from tests.train import commands
 from tests.train.runs.test_faults import JOB, STEPS, assert_same, final_state, train_on_rank

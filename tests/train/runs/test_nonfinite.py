@@ -13,7 +13,7 @@ from torch import Tensor
 from meshwright.checkpoint.load import find_newest_valid
 from meshwright.data.order import permutation
 from meshwright.errors import TrainingDiverged
-from meshwright.launch.signals import StopRequest
+from meshwright.processes.signals import StopRequest
 from meshwright.train.output.folder import read_result
 from meshwright.train.step.divergence import MOST_SKIPPED_STEPS
 from tests.cli.commands import run_in_process

@@ -11,10 +11,10 @@ from torch.utils.data import TensorDataset
 from meshwright.data.batch import LoadingOptions
 from meshwright.errors import InputError
 from meshwright.job import parse_job
-from meshwright.launch.world import World
 from meshwright.parallel.tensor.dimension_partition import check_dimension_partition, dimension_partition_plan
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Axes
+from meshwright.processes.world import World
 from meshwright.train.check import check_job
 from meshwright.train.session import Session
 from tests.ranks import run_ranks

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from meshwright.data.batch import Batch
 from meshwright.data.loading import SampleShare
-from meshwright.launch.loopback import ADDRESS, connect_store, serve_store
-from meshwright.launch.peer_connection import ConnectToStore
-from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.processes.loopback import ADDRESS, connect_store, serve_store
+from meshwright.processes.peer_connection import ConnectToStore
+from meshwright.processes.world import World
 from meshwright.train.servers.coordinator import Coordinator
 from meshwright.train.servers.server import Server
 from meshwright.train.servers.server_group import ServerGroup

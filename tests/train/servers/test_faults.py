@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from meshwright.checkpoint.load import find_newest_valid, load
-from meshwright.launch.heartbeat import heartbeat_file, read_heartbeat
+from meshwright.processes.heartbeat import heartbeat_file, read_heartbeat
 from meshwright.train.output.folder import RunFolder
 from tests.forking.forked import Process
-from tests.launch.processes import is_alive, tree, wait_until
+from tests.processes.processes import is_alive, tree, wait_until
 from tests.train import commands
 from tests.train.runs.test_faults import JOB
 from tests.train.toy import Net

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from meshwright.checkpoint.load import find_newest_valid
 from meshwright.errors import InputError, TrainingDiverged
 from meshwright.job import Job
-from meshwright.launch.heartbeat import Heartbeat
-from meshwright.launch.loopback import ADDRESS, connect_store, serve_store
-from meshwright.launch.peer_connection import ConnectToStore
-from meshwright.launch.signals import StopRequest
 from meshwright.plan import Plan
+from meshwright.processes.heartbeat import Heartbeat
+from meshwright.processes.loopback import ADDRESS, connect_store, serve_store
+from meshwright.processes.peer_connection import ConnectToStore
+from meshwright.processes.signals import StopRequest
 from meshwright.train.build import build_data, build_loading
 from meshwright.train.job_session import build_session
 from meshwright.train.output.folder import RunFolder, read_result

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.processes.world import World
 from meshwright.train.session import Session
 from meshwright.train.step import cuda_graphs
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from meshwright.errors import TrainingDiverged
-from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.processes.world import World
 from meshwright.train.parallelize import parallelize
 from meshwright.train.session import Session
 from meshwright.train.step.divergence import DivergenceMonitor, LossReader

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.processes.world import World
 from meshwright.train.session import Session
 from meshwright.workloads.text.decoder import NextTokenLoss
 from meshwright.workloads.text.decoder_sizes import decoder

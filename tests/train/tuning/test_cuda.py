@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.processes.world import World
 from meshwright.train.tuning import in_process
 from meshwright.train.tuning.in_process import measure_in_process
 from meshwright.train.tuning.variants import Timing, Variant, fastest_variant

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.launch.world import World
 from meshwright.parallel.compiled import Compilation
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Axes
+from meshwright.processes.world import World
 from meshwright.train.session import Session
 from meshwright.train.torch_private import forgetting_compiled_code, without_default_group
 from meshwright.train.tuning.in_process import measure_in_process

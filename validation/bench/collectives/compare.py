@@ -14,9 +14,9 @@ from typing import Any
 
 from meshwright.cluster.cores import usable_cores
 from meshwright.errors import InputError
-from meshwright.launch.local.launch import RankSettings, launch
-from meshwright.launch.rank import run_rank
-from meshwright.launch.world import World
+from meshwright.processes.local.launch import RankSettings, launch
+from meshwright.processes.rank import run_rank
+from meshwright.processes.world import World
 from meshwright.simulator.communication.schedules import algorithm_prices
 from validation.bench.collectives.rank import (
     MEMORY_LIMIT,

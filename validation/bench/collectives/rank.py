@@ -23,8 +23,8 @@ from meshwright.collectives.shared_memory.reducer import SharedMemoryReducer
 from meshwright.collectives.shared_memory.two_level import TwoLevelMemoryReducer, machines_of
 from meshwright.errors import InputError
 from meshwright.files.storage import write_atomically
-from meshwright.launch.rank import run_rank
-from meshwright.launch.world import World
+from meshwright.processes.rank import run_rank
+from meshwright.processes.world import World
 from meshwright.simulator.communication.cpu_network import CpuNetwork
 from validation.bench.collectives.network import measure_network
 from validation.bench.collectives.timing import stolen_s, time_alternating

@@ -15,10 +15,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.collectives.reducer import Reducer
-from meshwright.launch.world import World
 from meshwright.parallel.replicate.replicate import ReducerHook
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Axes, Gradients
+from meshwright.processes.world import World
 from meshwright.train.session import Session
 from meshwright.workloads.mnist import Net, digits
 from validation.bench.collectives.timing import time_against_reference

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
-from meshwright.launch.heartbeat import HeartbeatRecord
+from meshwright.processes.heartbeat import HeartbeatRecord
 from meshwright.train.output.folder import RunFolder
 from validation.bench.faults.moments import Moment
 

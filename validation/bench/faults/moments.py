@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from meshwright.checkpoint.save import WRITING
-from meshwright.launch.heartbeat import START_UP, HeartbeatRecord, heartbeat_file, read_heartbeat
+from meshwright.processes.heartbeat import START_UP, HeartbeatRecord, heartbeat_file, read_heartbeat
 from meshwright.train.output.folder import RunFolder
 
 _POLL_S = 0.0005

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from meshwright.checkpoint.load import find_newest_valid
 from meshwright.checkpoint.manifest import checkpoints_in
 from meshwright.errors import RankError
-from meshwright.launch.environment import variables_with
-from meshwright.launch.heartbeat import HeartbeatRecord
+from meshwright.processes.environment import variables_with
+from meshwright.processes.heartbeat import HeartbeatRecord
 from meshwright.train.output.folder import RunFolder
 from meshwright.train.output.recovery import read_recoveries
 from validation.bench.faults.leftovers import Process, descendants, find_leftovers

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError
-from meshwright.launch import environment, loopback
+from meshwright.processes import environment, loopback
 
 PREFIX = "meshwright-peer "  # begins the line with a rank's result, among what the library prints
 _POLL_S = 0.05

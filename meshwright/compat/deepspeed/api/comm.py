@@ -30,8 +30,8 @@ from torch.distributed import (  # noqa: F401  (scripts import them from here)
 )
 
 from meshwright.exchange import all_gather_values, broadcast_value
-from meshwright.launch.network.own_user import admit_own_user_only
-from meshwright.launch.world import is_launched, join
+from meshwright.processes.network.own_user import admit_own_user_only
+from meshwright.processes.world import is_launched, join
 
 _TIMEOUT = timedelta(minutes=30)
 

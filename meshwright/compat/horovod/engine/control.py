@@ -15,10 +15,10 @@ import torch.distributed as dist
 from meshwright.compat.horovod.engine.frames import FrameReader, send_frame
 from meshwright.compat.horovod.engine.rendezvous import Placement
 from meshwright.compat.horovod.exceptions import HorovodInternalError
-from meshwright.launch.loopback import ADDRESS
-from meshwright.launch.network.own_user import accept_own_user
-from meshwright.launch.output import print_to_user
-from meshwright.launch.token.signed_store import SignedStore, read, write
+from meshwright.processes.loopback import ADDRESS
+from meshwright.processes.network.own_user import accept_own_user
+from meshwright.processes.output import print_to_user
+from meshwright.processes.token.signed_store import SignedStore, read, write
 
 _POLL_S, _ACCEPT_S, _GREETING_S = 0.01, 0.2, 10.0
 _LONGEST_GREETING = 1000

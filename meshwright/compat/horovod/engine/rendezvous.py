@@ -11,12 +11,12 @@ from typing import Any
 import torch.distributed as dist
 
 from meshwright.compat.horovod.variables import HorovodVariables
-from meshwright.launch.launchers.launched_rank import LaunchedRank
-from meshwright.launch.launchers.store import open_store, store_of_own_user
-from meshwright.launch.launchers.store_place import StorePlace
-from meshwright.launch.loopback import ADDRESS, connect_store, serve_store
-from meshwright.launch.network.own_user import admit_own_user_only
-from meshwright.launch.token.signed_store import SignedStore
+from meshwright.processes.launchers.launched_rank import LaunchedRank
+from meshwright.processes.launchers.store import open_store, store_of_own_user
+from meshwright.processes.launchers.store_place import StorePlace
+from meshwright.processes.loopback import ADDRESS, connect_store, serve_store
+from meshwright.processes.network.own_user import admit_own_user_only
+from meshwright.processes.token.signed_store import SignedStore
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from meshwright.compat.horovod.launcher.static import run_static
 from meshwright.compat.horovod.launcher.worker_process import import_variables
 from meshwright.compat.horovod.variables import is_rank
 from meshwright.errors import InputError, MeshwrightError
-from meshwright.launch.environment import variables_with
+from meshwright.processes.environment import variables_with
 
 
 def launch(arguments: Sequence[str]) -> None:

@@ -19,10 +19,10 @@ from meshwright.compat.horovod.launcher.static import describe_exit
 from meshwright.compat.horovod.launcher.worker_process import WorkerProcess, shared_variables, show_output
 from meshwright.compat.horovod.variables import DRIVER, WORKER
 from meshwright.errors import InputError, RankError
-from meshwright.launch.local.rank_output import Screen
-from meshwright.launch.loopback import ADDRESS, serve_store
-from meshwright.launch.network.own_user import accept_own_user
-from meshwright.launch.output import print_to_user
+from meshwright.processes.local.rank_output import Screen
+from meshwright.processes.loopback import ADDRESS, serve_store
+from meshwright.processes.network.own_user import accept_own_user
+from meshwright.processes.output import print_to_user
 
 _POLL_S = 0.1
 _DISCOVERY_S = 1.0

@@ -10,7 +10,7 @@ from typing import Any
 from meshwright.compat.horovod.launcher.arguments import parse
 from meshwright.compat.horovod.launcher.static import run_static
 from meshwright.errors import InputError
-from meshwright.launch.local.function_pickle import pickle_call, pickle_value, unpickle_call, unpickle_value
+from meshwright.processes.local.function_pickle import pickle_call, pickle_value, unpickle_call, unpickle_value
 
 
 def run(

@@ -11,9 +11,9 @@ from meshwright.compat.horovod.launcher.worker_process import (
     show_output,
 )
 from meshwright.errors import RankError
-from meshwright.launch.failure import signal_name
-from meshwright.launch.local.rank_output import Screen
-from meshwright.launch.loopback import serve_store
+from meshwright.processes.failure import signal_name
+from meshwright.processes.local.rank_output import Screen
+from meshwright.processes.loopback import serve_store
 
 _POLL_S = 0.1
 _GRACE_S = 3.0  # how long other ranks may go on to print why, after a rank has failed

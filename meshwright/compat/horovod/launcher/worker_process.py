@@ -9,10 +9,10 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any
 
-from meshwright.launch import loopback
-from meshwright.launch.environment import python_path_with, variables_with
-from meshwright.launch.local.rank_output import RankStream, Screen
-from meshwright.launch.process_exit import exit_with_parent
+from meshwright.processes import loopback
+from meshwright.processes.environment import python_path_with, variables_with
+from meshwright.processes.local.rank_output import RankStream, Screen
+from meshwright.processes.process_exit import exit_with_parent
 
 _PACKAGE = Path(__file__).parents[4]  # the folder of the package meshwright
 _IMPORT_PATH = Path(__file__).parents[1] / "import_path"  # has the package that scripts import as horovod

@@ -10,8 +10,8 @@ import torch
 from meshwright.batch import WHOLE_BATCH
 from meshwright.errors import MixedSamples
 from meshwright.exchange import broadcast_value
-from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.processes.world import World
 from meshwright.progress import phase
 from meshwright.proof.before_training.mixing.copies import without_weights
 from meshwright.proof.before_training.mixing.find import find_mixing
