@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import Any
 
 from meshwright.compat import register_doors
-from meshwright.version import VERSION
+from meshwright.version import VERSION, note_untried_torch
 
 __version__ = VERSION
 register_doors()
@@ -58,4 +58,8 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'meshwright' has no attribute '{name}'")
-    return getattr(import_module(_MODULES[name]), name)
+    try:
+        return getattr(import_module(_MODULES[name]), name)
+    except (ImportError, AttributeError) as error:
+        note_untried_torch(error)
+        raise

@@ -11,6 +11,10 @@ from typing import Literal, get_args
 
 import torch
 
+from meshwright.version import warn_of_untried_torch
+
+warn_of_untried_torch()  # here, because whatever computes with torch imports this table first
+
 Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 

@@ -81,7 +81,7 @@ ENTRY_POINTS = ("__init__", "__main__")  # they may import anything, and nothing
 # The files of level 0 that other files of level 0 may import.
 SHARED_BY_LEVEL_0 = (
     *("errors", "dtypes", "files", "numbers", "output_trees", "plain_values", "user_code"),
-    *("torchvision_import", "doors", "plan_fields", "plan_rules", "call"),
+    *("torchvision_import", "doors", "plan_fields", "plan_rules", "call", "version"),
 )
 PREDICTING, EXECUTING = {"simulator", "planner"}, {"parallel", "checkpoint", "train"}
 READ_NODES = (ast.Import, ast.ImportFrom, ast.Attribute, ast.Constant, ast.Call)  # the syntax that the checks look at

@@ -40,11 +40,11 @@ from meshwright.cli.report import report
 from meshwright.cli.text import console, print_columns, print_lines, print_message
 from meshwright.cli.training import print_result, profile_settings, train_as_rank, train_here, tune_settings
 from meshwright.cli.watch import watch
-from meshwright.errors import InputError, MeshwrightError
+from meshwright.errors import InputError, MeshwrightError, RankError
 from meshwright.files.user_path import user_path
 from meshwright.numbers.limits import MOST_DEVICES, MOST_RANKS_HERE
 from meshwright.progress import showing
-from meshwright.version import VERSION
+from meshwright.version import VERSION, untried_torch
 
 if TYPE_CHECKING:
     from meshwright.job import Job
@@ -361,7 +361,14 @@ def main() -> None:
         sys.stdout.flush()
         message = one_line(str(error)) if isinstance(error, InputError) else str(error)
         print_message(f"meshwright: {message}")
+        if type(error) is RankError and (line := untried_torch()):
+            print_message(line)
         sys.exit(error.exit_code)
+    except (ImportError, AttributeError, TypeError) as error:
+        if not (line := untried_torch()):
+            raise
+        print_message(f"meshwright: {type(error).__name__}: {error}: {line}")
+        sys.exit(1)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             raise

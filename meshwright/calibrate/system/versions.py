@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from meshwright.cluster.gpus import driver_version
-from meshwright.version import VERSION
+from meshwright.version import NEWEST_TORCH, OLDEST_TORCH, VERSION
 
-OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)  # as pyproject.toml has them
+OLDEST_PYTHON = (3, 11)  # as pyproject.toml has it
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,13 @@ def find_versions() -> Versions:
 
 
 def version_problems(versions: Versions) -> Iterator[str]:
-    """Yields one line for each version that is too old."""
+    """Yields one line for each version that is too old, or newer than any that was tried."""
     if _numbers(versions.python) < OLDEST_PYTHON:
         yield f"Python is {versions.python}: install {_text(OLDEST_PYTHON)} or newer"
     if _numbers(versions.torch) < OLDEST_TORCH:
         yield f"torch is {versions.torch}: install {_text(OLDEST_TORCH)} or newer"
+    if _numbers(versions.torch) > NEWEST_TORCH:
+        yield f"torch is {versions.torch}: the newest that was tried is {_text(NEWEST_TORCH)}"
     if versions.cuda and versions.driver_cuda and _numbers(versions.driver_cuda)[0] < _numbers(versions.cuda)[0]:
         yield (
             f"torch is built for CUDA {versions.cuda}, but the driver {versions.driver} runs CUDA up to"
