@@ -10,12 +10,16 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 from yaml import YAMLError
 
-from meshwright.call import Call
 from meshwright.errors import InputError, did_you_mean
 from meshwright.files.remote import is_url
 from meshwright.files.user_path import expand_home, user_path
 from meshwright.files.yaml_file import dump, parse, parse_mapping, read_mapping, validate
-from meshwright.job_sections.sections import (
+from meshwright.numbers.limits import is_number
+from meshwright.plan import Plan
+from meshwright.plan_fields.constraints import Constraints
+from meshwright.plan_fields.effects import Numerics
+from meshwright.user.call import Call
+from meshwright.user.job_sections import (
     Checkpoint,
     Data,
     LearningRateSchedule,
@@ -25,10 +29,6 @@ from meshwright.job_sections.sections import (
     Train,
     Weights,
 )
-from meshwright.numbers.limits import is_number
-from meshwright.plan import Plan
-from meshwright.plan_fields.constraints import Constraints
-from meshwright.plan_fields.effects import Numerics
 
 _DEEPEST_FIELD = 50  # names before the last dot of a field that `--set` sets, such as an argument of a nested call
 _LONGEST_TUNE_S = 1e6

@@ -17,12 +17,9 @@ WITHOUT_TORCH = (
         "plan_fields/",
         "plan_rules/",
         "job.py",
-        "job_sections/",
         "errors.py",
-        "call.py",
         "doors.py",
-        "user_code.py",
-        "torchvision_import.py",
+        "user/",
     ),
     *("numbers/", "files/", "compat/__init__.py", "compat/lightning_job.py", "compat/deepspeed_config/"),
 )
@@ -248,6 +245,6 @@ def test_what_is_allowed_is_accepted(tmp_path: Path) -> None:
     (package / "processes" / "environment.py").write_text("import os\nrank = os.environ['RANK']")
     (package / "compat" / "accelerate" / "settings.py").write_text("import accelerate\na.variables_of('ACCELERATE_')")
     (package / "train" / "run.py").write_text("import array\nraise InputError('ray is no word: a transformers model')")
-    (package / "call.py").write_text("def late():\n    import torch")
+    (package / "doors.py").write_text("def late():\n    import torch")
     (package / "batch.py").write_text("import numpy\nnumpy.load(a)")
     assert edge_problems(package) == []

@@ -8,10 +8,10 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from meshwright.call import build
 from meshwright.errors import InputError
 from meshwright.job import Job, load_job, parse_job
 from meshwright.plan import Plan
+from meshwright.user.call import build
 
 SMALLEST: dict[str, Any] = {
     "model": {"call": "torch.nn:Linear", "in_features": 2, "out_features": 2},

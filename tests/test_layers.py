@@ -38,12 +38,10 @@ LEVELS = {
     "data": 1,
     "processes": 1,
     "job": 1,
-    "job_sections": 0,
     "blocks": 0,
     "plan": 0,
     "plan_fields": 0,
     "plan_rules": 0,
-    "call": 0,
     "batch": 0,
     "doors": 0,
     "dtypes": 0,
@@ -54,8 +52,7 @@ LEVELS = {
     "files": 0,
     "errors": 0,
     "numbers": 0,
-    "user_code": 0,
-    "torchvision_import": 0,
+    "user": 0,
     "version": 0,
 }
 # The folders inside a package, from the lowest to the highest: each may import those before it.
@@ -80,8 +77,8 @@ FOLDERS = {
 ENTRY_POINTS = ("__init__", "__main__")  # they may import anything, and nothing may import them
 # The files of level 0 that other files of level 0 may import.
 SHARED_BY_LEVEL_0 = (
-    *("errors", "dtypes", "files", "numbers", "output_trees", "plain_values", "user_code"),
-    *("torchvision_import", "doors", "plan_fields", "plan_rules", "call", "version"),
+    *("errors", "dtypes", "files", "numbers", "output_trees", "plain_values"),
+    *("doors", "plan_fields", "plan_rules", "user", "version"),
 )
 PREDICTING, EXECUTING = {"simulator", "planner"}, {"parallel", "checkpoint", "train"}
 READ_NODES = (ast.Import, ast.ImportFrom, ast.Attribute, ast.Constant, ast.Call)  # the syntax that the checks look at
@@ -269,7 +266,7 @@ def test_imports_that_the_table_allows_are_accepted(tmp_path: Path) -> None:
     package = tmp_path / "meshwright"
     (package / "processes").mkdir(parents=True)
     (package / "processes" / "environment.py").write_text("import os\nrank = os.environ['RANK']")
-    (package / "call.py").write_text("from meshwright.errors import InputError\ndef late():\n    import torch")
+    (package / "dtypes.py").write_text("from meshwright.errors import InputError\ndef late():\n    import torch")
     (package / "cli.py").write_text("from meshwright.planner.search import best\nfrom meshwright.train.run import t")
     (package / "__init__.py").write_text("from meshwright.train.session import Session")
     assert layer_problems(package) == []

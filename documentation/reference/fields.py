@@ -12,11 +12,11 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from documentation.reference.markdown import page, table
-from meshwright.call import Call
 from meshwright.cluster.catalog import entries
 from meshwright.cluster.cluster import Cluster, Device, Link, Node
 from meshwright.job import Job
 from meshwright.plan import Plan
+from meshwright.user.call import Call
 
 _LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "length ≥", "max_length": "length ≤"}
 

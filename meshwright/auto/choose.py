@@ -43,7 +43,7 @@ from meshwright.train.output.folder import RunFolder, device_text, find_run_to_r
 from meshwright.train.output.origin import read_run_file
 from meshwright.train.tuning.ranks import TuningRequest
 from meshwright.train.tuning.variants import Variant
-from meshwright.user_code import describe_error, first_line, user_position
+from meshwright.user.code import describe_error, first_line, user_position
 
 CheckPlan = Callable[[Plan], None]
 """Raises an `InputError` for plans that must not be chosen."""

@@ -11,7 +11,6 @@ from torch import nn
 
 from meshwright.batch import target_key
 from meshwright.calibrate.probe import measure_machine
-from meshwright.call import bind
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError, MeshwrightError
@@ -31,6 +30,7 @@ from meshwright.train.check import facts_of
 from meshwright.train.job_parts import JobParts
 from meshwright.train.loop_checks.optimizer_trial import checker_of_optimizer
 from meshwright.train.step.optimizer import build_optimizer, can_fuse_on_gpus
+from meshwright.user.call import bind
 
 
 def check_model_and_cluster(model: Any, cluster: Any) -> None:

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from meshwright.call import load
 from meshwright.data.batch import LoadingOptions, SampleShare
 from meshwright.data.loading import train_batches
+from meshwright.user.call import load
 from meshwright.workloads.images.augment import MEAN, STD
 from meshwright.workloads.images.image_folder import image_folder
 from meshwright.workloads.rows import rows

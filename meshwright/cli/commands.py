@@ -323,14 +323,14 @@ def one_line(message: str) -> str:
     text = " ".join(message.split("\n"))
     if len(text) > _LONGEST_LINE:
         text = f"{text[: _LONGEST_LINE // 2]} … {text[-_LONGEST_LINE // 2 :]}"
-    from meshwright.user_code import printable
+    from meshwright.user.code import printable
 
     return printable(text)
 
 
 def _run_command() -> int:
     """Runs the command and returns its exit code. An exception out of the user's code becomes a `UserCodeError`."""
-    from meshwright.user_code import exits_become_errors, raise_user_code_error, user_position
+    from meshwright.user.code import exits_become_errors, raise_user_code_error, user_position
 
     with exits_become_errors():
         try:

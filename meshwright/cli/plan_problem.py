@@ -141,7 +141,7 @@ def load_problem(request: PlanRequest) -> PlanProblem:
 
 def _job_with_sequence(request: PlanRequest, job: "Job", tokens: int) -> "Job":
     """Returns the job with samples of another number of tokens: of a model, or of a job whose data have `sequence`."""
-    from meshwright.call import takes
+    from meshwright.user.call import takes
 
     sizes = request.sizes
     if is_model_name(request.word):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from meshwright.cli.text import print_columns
 from meshwright.errors import InputError, MeshwrightError, OutOfMemory, UnequalPlan
 from meshwright.progress import say
-from meshwright.user_code import working_folder_kept
+from meshwright.user.code import working_folder_kept
 
 if TYPE_CHECKING:
     from meshwright.auto.choose import JobPlan

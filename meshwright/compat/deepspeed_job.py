@@ -9,9 +9,9 @@ from meshwright.compat.deepspeed_config.config import DeepSpeedConfig, read_conf
 from meshwright.compat.deepspeed_config.plan_groups import data_ranks_of, plan_groups, refuse_sum
 from meshwright.errors import InputError
 from meshwright.job import Job, load_plan
-from meshwright.job_sections.sections import LearningRateSchedule, LossScaleSettings, Optimizer
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Shares
+from meshwright.user.job_sections import LearningRateSchedule, LossScaleSettings, Optimizer
 
 
 def job_of_config(job: Job, file: Path, ranks: int) -> tuple[Job, Plan]:

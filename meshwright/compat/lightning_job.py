@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from meshwright.call import load
 from meshwright.errors import InputError
 from meshwright.job import Job, load_job
+from meshwright.user.call import load
 
 # What stands in such a job in place of the fields that a job needs and the module has.
 _OPTIMIZER = "meshwright.compat.lightning_job:configured_by_module"

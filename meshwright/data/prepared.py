@@ -27,7 +27,7 @@ from meshwright.data.streams import read_stream
 from meshwright.data.workers import load_items
 from meshwright.errors import InputError
 from meshwright.exchange import broadcast_value
-from meshwright.user_code import raise_user_code_error
+from meshwright.user.code import raise_user_code_error
 
 
 @dataclass(frozen=True)

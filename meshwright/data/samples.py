@@ -12,7 +12,7 @@ import numpy as np
 from torch.utils.data import default_collate
 
 from meshwright.errors import InputError, UserCodeError
-from meshwright.user_code import line_of_function, raise_user_code_error, user_position
+from meshwright.user.code import line_of_function, raise_user_code_error, user_position
 
 MOST_SAMPLES = 10**12  # the order of an epoch takes 8 bytes per sample
 _MOST_NAMED = 4  # an error names at most so many samples

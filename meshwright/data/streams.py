@@ -35,7 +35,7 @@ from meshwright.data.randomness import preserve_generators, seed_generators
 from meshwright.data.samples import check_undivided, collate_samples, name_of
 from meshwright.data.workers import load_items
 from meshwright.errors import InputError
-from meshwright.user_code import raise_user_code_error
+from meshwright.user.code import raise_user_code_error
 
 _log = logging.getLogger("meshwright.data")
 

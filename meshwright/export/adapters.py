@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.call import load
+from meshwright.user.call import load
 
 _DEFAULT = "default"  # the adapter that peft writes into the folder itself; others get folders in it
 

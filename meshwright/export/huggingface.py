@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.call import load
 from meshwright.errors import InputError, StorageError
 from meshwright.export.adapters import has_adapters, read_adapters, save_adapters
 from meshwright.export.program import quiet
 from meshwright.files.storage import writing
 from meshwright.job import Job
+from meshwright.user.call import load
 from meshwright.zoo.huggingface import config_file, read_config
 
 _LARGEST_FILE = "5GB"  # as transformers writes it, in decimal units

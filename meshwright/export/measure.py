@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset, Subset
 
-from meshwright.call import bind
 from meshwright.job import Job
 from meshwright.plan import Plan
 from meshwright.processes.world import World
 from meshwright.train.build import build_loading, build_metrics
 from meshwright.train.session import Session
+from meshwright.user.call import bind
 
 ONE_PROCESS = World(rank=0, local_rank=0, size=1, local_size=1, attempt=0, device=torch.device("cpu"), store=None)
 

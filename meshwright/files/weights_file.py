@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from meshwright.errors import InputError
 from meshwright.files.pt_file import read_pt_file
 from meshwright.files.regular_file import open_regular_file
-from meshwright.user_code import first_line
+from meshwright.user.code import first_line
 
 if TYPE_CHECKING:
     import torch

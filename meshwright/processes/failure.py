@@ -30,7 +30,7 @@ from meshwright.processes.heartbeat import (
     read_heartbeat,
 )
 from meshwright.processes.output import log_file, print_to_user
-from meshwright.user_code import is_user_file, printable
+from meshwright.user.code import is_user_file, printable
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from meshwright.errors import StorageError
 from meshwright.files.storage import describe_storage_problem, writing
-from meshwright.user_code import printable
+from meshwright.user.code import printable
 
 _stderr: TextIO | None = None
 _terminal: TextIO | None = None

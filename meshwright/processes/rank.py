@@ -20,7 +20,7 @@ from meshwright.processes.stall.collection import Finding
 from meshwright.processes.stall.out_of_memory import describe_out_of_memory, is_out_of_memory
 from meshwright.processes.stall.watchdog import Watchdog, make_watchdog
 from meshwright.processes.world import World, join, leave
-from meshwright.user_code import describe_error, exits_become_errors, user_position
+from meshwright.user.code import describe_error, exits_become_errors, user_position
 
 # What torch says when a worker process of a DataLoader has died. It may say so in the middle of any function.
 _DEAD_WORKER = re.compile(r"^DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) ((?:is killed|exited)[^.]*)")

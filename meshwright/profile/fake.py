@@ -19,7 +19,7 @@ from meshwright.output_trees import register_dataclasses
 from meshwright.profile.experts import route_evenly
 from meshwright.profile.grouped_products import traced_grouped_product
 from meshwright.profile.torch_private import DataDependentOutputException, FakeTensorMode, tree_leaves, tree_map
-from meshwright.user_code import user_position
+from meshwright.user.code import user_position
 
 
 def fake_model(model: nn.Module, mode: FakeTensorMode, skipped: Iterable[str] = (), batch: int = 1) -> nn.Module:

@@ -7,20 +7,20 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from meshwright.call import Call, bind, build
 from meshwright.data.loading import LoadingOptions, is_stream
 from meshwright.data.samples import collate_samples, dataset_size, read_first_samples, read_sample
 from meshwright.errors import InputError, MeshwrightError, ModelConstructorError, did_you_mean
 from meshwright.files.remote_data import local_root
 from meshwright.files.weights_file import open_weights
 from meshwright.job import Job
-from meshwright.job_sections.sections import Weights
 from meshwright.parallel.weights.initialize import initialize_model
 from meshwright.parallel.weights.pretrained import PretrainedTensor, load_pretrained, match_tensors
 from meshwright.train.metrics import Metric
 from meshwright.train.step.optimizer import matches
 from meshwright.train.step.sampling import build_sampling
-from meshwright.user_code import describe_error, user_position
+from meshwright.user.call import Call, bind, build
+from meshwright.user.code import describe_error, user_position
+from meshwright.user.job_sections import Weights
 
 
 def build_data(job: Job) -> tuple[Any, Any]:

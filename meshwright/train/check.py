@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from meshwright.batch import split_batch, target_key
-from meshwright.call import bind, check_arguments, load
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError
 from meshwright.files.trust import environment_key
@@ -34,6 +33,7 @@ from meshwright.train.shares.check import check_global_batch, check_optimizer
 from meshwright.train.step.optimizer import build_optimizer
 from meshwright.train.step.sampling import check_sampling
 from meshwright.train.step.schedule import build_schedule
+from meshwright.user.call import bind, check_arguments, load
 
 _LARGEST_TRIED = 5 * 10**7  # parameters: the loss inside a larger model is tried by the ranks
 

@@ -6,7 +6,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from meshwright.call import bind
 from meshwright.errors import InputError
 from meshwright.job import Job
 from meshwright.parallel.apply import FillWeights
@@ -31,6 +30,7 @@ from meshwright.train.loss.spikes import SpikeDetector
 from meshwright.train.session import Report, Session
 from meshwright.train.step.optimizer import optimizer_for_parameters, optimizer_groups
 from meshwright.train.step.schedule import build_schedule
+from meshwright.user.call import bind
 
 # If the model's weights are larger than this, a rank that needs only a part of them does not allocate all of them.
 LARGE_BYTES = 2**30

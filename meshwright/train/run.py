@@ -29,7 +29,7 @@ from meshwright.train.output.folder import (
 from meshwright.train.tuning.job import tune_job
 from meshwright.train.tuning.precision import choose_precision
 from meshwright.train.tuning.variants import Variant
-from meshwright.user_code import working_folder_kept
+from meshwright.user.code import working_folder_kept
 
 # cuBLAS is deterministic only with a fixed workspace, which must be set before a process initializes CUDA.
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}

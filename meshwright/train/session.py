@@ -19,7 +19,6 @@ from meshwright.checkpoint.state import State, model_state, optimizer_state
 from meshwright.data.loading import Batch, LoadingOptions, SampleShare, StreamState, train_batches
 from meshwright.data.prepared import refuse_loader
 from meshwright.errors import InputError
-from meshwright.job_sections.sections import LossScaleSettings
 from meshwright.parallel.apply import FillWeights, apply
 from meshwright.parallel.check import check_sparse
 from meshwright.parallel.gather_samples import GatherSamples
@@ -46,6 +45,7 @@ from meshwright.train.step.optimizer import call_around_steps, checked_optimizer
 from meshwright.train.step.own_loop import OwnLoop
 from meshwright.train.step.randomness import step_seed
 from meshwright.train.step.schedule import needs_metric
+from meshwright.user.job_sections import LossScaleSettings
 
 Report = Callable[[str], None]  # called with what the rank is doing, for its heartbeat
 Parameters = Mapping[str, nn.Parameter]  # those that this rank holds, by their names in the user's model

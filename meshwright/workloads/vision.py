@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from meshwright.call import load
 from meshwright.data.order import derive_seed
 from meshwright.errors import InputError
+from meshwright.user.call import load
 
 SPLITS = ("train", "test")
 IGNORED = 255  # the class number that PASCAL VOC gives to the edges of objects

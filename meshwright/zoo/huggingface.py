@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.call import load
 from meshwright.errors import InputError, did_you_mean
 from meshwright.files.user_path import user_path
+from meshwright.user.call import load
 
 # What models are trained for, and the part of the name of transformers' table of such classes. A model type whose
 # config names no class is trained for the first of these that has the type.

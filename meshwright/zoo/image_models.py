@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.call import load
 from meshwright.errors import InputError, did_you_mean
+from meshwright.user.call import load
 
 # torchvision's models with further outputs in training mode; without them, the output is one tensor of scores.
 _WITHOUT_AUXILIARY_OUTPUTS = {

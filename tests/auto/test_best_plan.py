@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.auto.choose import best_plan
 from meshwright.auto.inputs import model_planning_inputs
-from meshwright.call import bind
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError, NotPredictable
@@ -25,6 +24,7 @@ from meshwright.planner.search import search
 from meshwright.train.build import construct_model
 from meshwright.train.job_parts import JobParts
 from meshwright.train.step.optimizer import build_optimizer
+from meshwright.user.call import bind
 from tests.auto.machines import cpu_cluster, store_measurement
 from tests.ranks import RankPool
 from tests.soaked import all_but

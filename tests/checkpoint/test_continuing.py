@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from meshwright.checkpoint.chunks import chunks_of
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.checkpoint.reader import open_checkpoint, plan_transfers, transfer
-from meshwright.job_sections.sections import LossScaleSettings
 from meshwright.plan import Plan
 from meshwright.processes.world import World
 from meshwright.proof.compare.errors import layer_scales, scaled_error
 from meshwright.proof.compare.tolerance import count_reductions
 from meshwright.proof.run_comparison import RunTolerance
 from meshwright.train.session import Session
+from meshwright.user.job_sections import LossScaleSettings
 from tests.ranks import RankPool
 from tests.soaked import all_but
 from tests.zoo import BATCH, ZOO, Attention, RandomSamples

@@ -16,9 +16,9 @@ from meshwright.checkpoint.load import find_newest_valid
 from meshwright.checkpoint.manifest import checkpoint_name, checkpoints_in
 from meshwright.checkpoint.reader import VerifiedCheckpoints
 from meshwright.checkpoint.save import prune, save
-from meshwright.job_sections.sections import Checkpoint
 from meshwright.train.output.checkpoints import BestCheckpoint, RunCheckpoints
 from meshwright.train.output.folder import RunFolder
+from meshwright.user.job_sections import Checkpoint
 from tests.train.one_process import world
 
 STATE: dict[str, Any] = {"model/weight": torch.arange(50.0), "schedule": None, "optimizer_groups": []}

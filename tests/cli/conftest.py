@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 import meshwright.train.run
-from meshwright import progress, user_code
+from meshwright import progress
 from meshwright.processes.local import fork_server
+from meshwright.user import code as user_code
 from tests.cli.commands import JOB, CommandResult, RefusalOf, RunCommand, file_names, run_in_process
 
 

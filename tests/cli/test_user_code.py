@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright import user_code
+from meshwright.user import code as user_code
 from tests.cli.commands import RunCommand
 from tests.soaked import all_but
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from meshwright.call import load
 from meshwright.compat.deepspeed_config.schedules import VALID_LR_SCHEDULES
 from meshwright.compat.deepspeed_job import job_of_config
 from meshwright.errors import InputError
 from meshwright.job import Job, parse_job
+from meshwright.user.call import load
 
 RAW: dict[str, Any] = {
     "model": {"call": "torch.nn:Linear", "in_features": 2, "out_features": 2},

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import meshwright as mw
 from documentation.blocks import REPOSITORY
-from meshwright.torchvision_import import mend_torchvision
+from meshwright.user.torchvision_import import mend_torchvision
 
 
 def points(count: int) -> TensorDataset:

@@ -11,7 +11,7 @@ from documentation.generated import generated_files, stale_files
 from documentation.reference.fields import field_comments
 from documentation.reference.markdown import table
 from meshwright.collectives.schedules.builders import SCHEDULES, build
-from meshwright.job_sections.sections import Data
+from meshwright.user.job_sections import Data
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from meshwright.torchvision_import import mend_torchvision
+from meshwright.user.torchvision_import import mend_torchvision
 
 mend_torchvision()
 

@@ -3,7 +3,7 @@ and the one before is used, as the message says."""
 
 from typing import Any
 
-from meshwright.torchvision_import import mend_torchvision
+from meshwright.user.torchvision_import import mend_torchvision
 
 mend_torchvision()
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.call import load
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.checkpoint.reader import open_checkpoint
 from meshwright.errors import CheckpointError
@@ -17,6 +16,7 @@ from meshwright.files.weights_file import open_weights
 from meshwright.job import Job, load_job
 from meshwright.plan import Plan
 from meshwright.train.output.folder import RunFolder, write_job_and_plan
+from meshwright.user.call import load
 from meshwright.zoo.job_text import job_text
 from tests.export.test_huggingface import SETTINGS, outputs, save_pretrained
 from tests.train.one_process import equal_states, session_of, train

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.call import load
 from meshwright.errors import InputError
 from meshwright.export import huggingface
 from meshwright.export.export import export
@@ -17,6 +16,7 @@ from meshwright.job import load_job
 from meshwright.plan import Plan
 from meshwright.train.build import build_initialized_model
 from meshwright.train.output.folder import RunFolder, write_job_and_plan
+from meshwright.user.call import load
 from meshwright.zoo.huggingface import build
 from meshwright.zoo.job_text import job_text
 from tests.export.runs import train_run

@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.errors import chain_of
 from meshwright.processes.rank import has_no_files_left
-from meshwright.user_code import user_position
+from meshwright.user.code import user_position
 
 
 def in_a_circle() -> tuple[OSError, ValueError]:

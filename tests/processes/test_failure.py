@@ -25,7 +25,7 @@ from meshwright.processes.failure import (
 from meshwright.processes.heartbeat import Heartbeat
 from meshwright.processes.output import print_to_user
 from meshwright.processes.rank import _explain
-from meshwright.user_code import describe_error
+from meshwright.user.code import describe_error
 
 
 @pytest.fixture

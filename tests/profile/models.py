@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.call import load
+from meshwright.user.call import load
 from meshwright.workloads.mnist import Net
 from meshwright.workloads.text.decoder import Decoder
 

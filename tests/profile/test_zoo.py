@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.call import load
 from meshwright.errors import InputError
 from meshwright.profile.tracing.trace import trace_profile
+from meshwright.user.call import load
 
 SMALL = {
     "hidden_size": 64,

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from meshwright.errors import InputError
 from meshwright.job import Job
-from meshwright.job_sections.sections import Weights
 from meshwright.plan import Plan
 from meshwright.train.build import build_data, build_initialized_model, build_loading, build_metrics, load_weights
 from meshwright.train.job_parts import JobParts
 from meshwright.train.job_session import build_session
+from meshwright.user.job_sections import Weights
 from tests.train.one_process import equal_states, toy_job, world
 
 

@@ -22,7 +22,7 @@ from meshwright.processes.local.fork_server import preloaded
 from meshwright.train.check import check_job
 from meshwright.train.metrics import accuracy
 from meshwright.train.run import train as run
-from meshwright.user_code import user_position
+from meshwright.user.code import user_position
 from tests.ranks import RankPool
 from tests.train.one_process import EVALUATED, toy_job, train
 from tests.train.toy import Net, points

@@ -7,12 +7,12 @@ import torch
 from torch.utils.data import default_collate
 
 from meshwright.batch import split_batch
-from meshwright.call import bind, build
 from meshwright.job import Job, load_job
 from meshwright.train.build import build_data, build_metrics, construct_model
 from meshwright.train.loss.loss import classify_loss
 from meshwright.train.metrics import MetricTotals
 from meshwright.train.step.optimizer import build_optimizer
+from meshwright.user.call import bind, build
 from tests.soaked import all_but
 
 JOBS = Path(__file__).parents[2] / "jobs"

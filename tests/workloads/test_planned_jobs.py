@@ -8,7 +8,6 @@ import torch
 
 from meshwright.auto.choose import best_plan
 from meshwright.auto.inputs import planning_inputs
-from meshwright.call import bind
 from meshwright.job import Job, load_job
 from meshwright.plan import Plan
 from meshwright.planner.offload import search_with_offload
@@ -16,6 +15,7 @@ from meshwright.train.build import build_data
 from meshwright.train.job_parts import JobParts
 from meshwright.train.job_session import build_session
 from meshwright.train.step.optimizer import build_optimizer
+from meshwright.user.call import bind
 from tests.auto.machines import cpu_cluster
 from tests.ranks import ranks
 from tests.soaked import all_but

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.call import load
+from meshwright.user.call import load
 
 
 def with_lora(base: nn.Module, **options: Any) -> nn.Module:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from meshwright.batch import split_batch
-from meshwright.call import bind
 from meshwright.errors import InputError
 from meshwright.job import Job, load_job
 from meshwright.train.build import build_data, construct_model, sample_batch
+from meshwright.user.call import bind
 from meshwright.workloads.text.token_build import build_tokens
 from meshwright.zoo.job_text import job_text
 from tests.zoo_models.configs import CONFIGS, write_config

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from meshwright.call import bind
 from meshwright.job import Job, load_job, load_plan
 from meshwright.train.build import build_data, build_initialized_model
 from meshwright.train.parallelize import parallelize
 from meshwright.train.step.optimizer import build_optimizer
+from meshwright.user.call import bind
 from validation.bench.peers.ranks import PREFIX
 from validation.bench.peers.task import sample_order
 

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor, nn
 
-from meshwright.call import Call, build, load
 from meshwright.plan import Plan
 from meshwright.processes.world import World
 from meshwright.profile.optimizer import measure_optimizer_cost
@@ -25,6 +24,7 @@ from meshwright.profile.tracing.trace import trace_profile
 from meshwright.simulator.memory.device_memory import CUDA_MEMORY
 from meshwright.simulator.memory.peak import MemoryPrediction, predict_memory
 from meshwright.train.session import Session
+from meshwright.user.call import Call, build, load
 from validation.memory.peak_comparison import PeakComparison, summary, table_head, table_line
 
 CASES = Path(__file__).with_name("cases.yaml")

@@ -38,7 +38,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.call import Call, build
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Axes
 from meshwright.profile.optimizer import measure_optimizer_cost
@@ -46,6 +45,7 @@ from meshwright.profile.tracing.trace import trace_profile
 from meshwright.profile.values import ModelProfile
 from meshwright.simulator.memory.device_memory import MIB, DeviceMemory
 from meshwright.simulator.memory.peak import MemoryPrediction, predict_memory
+from meshwright.user.call import Call, build
 from validation.memory.one_gpu import OPTIMIZERS
 from validation.segmentation.workspaces import with_workspaces
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from meshwright.blocks.recompute import Recompute
-from meshwright.call import Call, load
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.names import cluster_from_name as named_cluster
 from meshwright.files.yaml_file import read_mapping
@@ -22,6 +21,7 @@ from meshwright.profile.values import ModelProfile
 from meshwright.simulator.memory.peak import MemoryPrediction
 from meshwright.simulator.predict import plan_memory
 from meshwright.simulator.step import StepTime, predict_step
+from meshwright.user.call import Call, load
 from validation.engines.engine import Engine, engine_named
 from validation.predictions.publisher import without_publisher
 from validation.runs.case import PublishedCase, Sample

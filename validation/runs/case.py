@@ -6,8 +6,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.call import Call
 from meshwright.plan import Plan
+from meshwright.user.call import Call
 
 AttentionKind = Literal["flash", "scores"]
 

@@ -4,7 +4,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable
 
-from meshwright.call import Call
+from meshwright.user.call import Call
 from validation.runs.case import PublishedCase
 
 

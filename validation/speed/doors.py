@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.processes.world import World, join
-from meshwright.torchvision_import import mend_torchvision
+from meshwright.user.torchvision_import import mend_torchvision
 
 mend_torchvision()  # Lightning and transformers import torchvision where it is installed
 REFERENCE = "parallelize"

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_map
 
 from meshwright.batch import split_batch, target_key
 from meshwright.bench.threads import data_parallel
-from meshwright.call import bind
 from meshwright.data.batch import SampleShare
 from meshwright.data.loading import train_batches
 from meshwright.job import Job
@@ -24,6 +23,7 @@ from meshwright.train.build import build_data, build_initialized_model, build_lo
 from meshwright.train.job_session import build_session
 from meshwright.train.loss.loss import loss_from_model
 from meshwright.train.step.optimizer import build_optimizer
+from meshwright.user.call import bind
 
 Step = Callable[[], Tensor]  # makes a step, and returns its loss
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import default_collate
 
-from meshwright.call import load
 from meshwright.compat.deepspeed.api.comm import init_distributed
 from meshwright.compat.deepspeed.api.optimizers import DeepSpeedCPUAdam, FusedAdam
 from meshwright.compat.deepspeed.engine import DeepSpeedEngine
@@ -28,6 +27,7 @@ from meshwright.plan import Plan
 from meshwright.processes.torch_private import add_gloo_for_cpu_tensors
 from meshwright.processes.world import join
 from meshwright.train.session import Parameters, Session
+from meshwright.user.call import load
 
 _TIMEOUT_S = 1800  # DeepSpeed's
 Groups = list[Any]  # parameters, or groups of them

@@ -8,7 +8,7 @@ Fabric(strategy=MeshwrightFabricStrategy(plan="plan.yaml"))
 """
 
 from meshwright.compat.versions import check_versions
-from meshwright.torchvision_import import mend_torchvision
+from meshwright.user.torchvision_import import mend_torchvision
 
 check_versions(__name__, {"lightning": "2.6.6"})  # before anything of Lightning is imported
 mend_torchvision()  # Lightning imports torchvision where it is installed

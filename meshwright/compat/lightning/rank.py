@@ -11,7 +11,6 @@ from typing import Any
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 
-from meshwright.call import build
 from meshwright.checkpoint.agreement import from_first_rank
 from meshwright.checkpoint.load import find_newest_valid
 from meshwright.checkpoint.save import clear_unfinished
@@ -34,6 +33,7 @@ from meshwright.processes.world import World
 from meshwright.train.build import construct_model
 from meshwright.train.output.folder import RunFolder
 from meshwright.train.output.metrics_log import MetricsLog, finite_or_none
+from meshwright.user.call import build
 
 
 class RunStrategy(MeshwrightStrategy):

@@ -6,7 +6,7 @@ class MyTrainer(MeshwrightTrainer, SFTTrainer): ...       for trainers that othe
 """
 
 from meshwright.compat.versions import check_versions
-from meshwright.torchvision_import import mend_torchvision
+from meshwright.user.torchvision_import import mend_torchvision
 
 check_versions(
     __name__, {"transformers": "5.22.2", "accelerate": "1.15.0"}

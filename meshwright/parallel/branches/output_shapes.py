@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshwright.errors import InputError
 from meshwright.parallel.pipeline.shape_inference import copy_with_tensors
 from meshwright.parallel.torch_private import VALUE_DEPENDENT_ERRORS, FakeTensorMode, TreeSpec, tree_flatten, tree_map
-from meshwright.user_code import first_line
+from meshwright.user.code import first_line
 
 _CACHED_SIGNATURES = 64  # batches of many different lengths would otherwise fill the memory
 _PLAIN_TYPES = (type(None), bool, int, float, complex, str)

@@ -47,7 +47,7 @@ from meshwright.parallel.torch_private import (
     tree_unflatten,
 )
 from meshwright.profile.structure.split_rules import CannotSplit
-from meshwright.user_code import running_line
+from meshwright.user.code import running_line
 
 # Methods that take the shape of another tensor, with those that are given the shape itself.
 _TAKES_SHAPE: dict[str, Callable[..., Tensor]] = {

@@ -24,7 +24,7 @@ from meshwright.parallel.tensor.torch_private import (
     is_transformed,
 )
 from meshwright.parallel.torch_private import tree_map
-from meshwright.user_code import running_line
+from meshwright.user.code import running_line
 
 AUTOGRAD_ENTRIES = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 

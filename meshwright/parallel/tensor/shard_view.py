@@ -25,7 +25,7 @@ from meshwright.parallel.differentiable_collectives import (
 from meshwright.parallel.torch_private import make_wrapper_subclass, register_pytree_node, tree_leaves, tree_map
 from meshwright.parallel.weights.layout import shard_ranges
 from meshwright.profile.structure.split_rules import DividedDimension
-from meshwright.user_code import running_line
+from meshwright.user.code import running_line
 
 ShardKind = Literal["features", "vocabulary", "sequence", "context"]  # what the sharded dimension counts
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.call import load
 from meshwright.errors import InputError
+from meshwright.user.call import load
 
 _LOADING = "transformers.core_model_loading"
 

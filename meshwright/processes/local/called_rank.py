@@ -26,7 +26,7 @@ from meshwright.processes.communication_errors import communication_error
 from meshwright.processes.local.function_pickle import pickle_value, unpickle_call
 from meshwright.processes.network.own_user import admit_own_user_only
 from meshwright.processes.world import leave
-from meshwright.user_code import describe_error
+from meshwright.user.code import describe_error
 
 _OUR_FOLDER = Path(__file__).parent
 

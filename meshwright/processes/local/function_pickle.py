@@ -13,7 +13,7 @@ from typing import Any
 import cloudpickle
 
 from meshwright.errors import InputError, RankError
-from meshwright.user_code import first_line
+from meshwright.user.code import first_line
 
 
 def pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:

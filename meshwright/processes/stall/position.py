@@ -14,7 +14,7 @@ from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-from meshwright.user_code import is_user_file as _is_user_file
+from meshwright.user.code import is_user_file as _is_user_file
 
 is_user_file = cache(_is_user_file)  # the watchdog asks for the same files again and again
 StackEntry = tuple[FrameType, int]  # a frame and its current line

@@ -25,7 +25,7 @@ from meshwright.files.trust import is_signed_by, sign
 from meshwright.processes.output import print_to_user
 from meshwright.processes.token.run_token import other_token
 from meshwright.processes.token.signed_store import SignedStore, StrangerError
-from meshwright.user_code import printable
+from meshwright.user.code import printable
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.005, 0.2
 _RETRY_S = 2.0  # how long a rank waits for an answer before it says hello again

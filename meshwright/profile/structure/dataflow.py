@@ -36,7 +36,7 @@ from meshwright.profile.torch_private import (
     tree_map,
     unwrapped,
 )
-from meshwright.user_code import first_line
+from meshwright.user.code import first_line
 
 ValueSource = Literal["input", "parameter", "buffer", ""]
 

@@ -22,7 +22,7 @@ from meshwright.profile.structure.splits import find_splits_with_values
 from meshwright.profile.structure.vocabulary_splits import find_vocabulary_splits
 from meshwright.profile.torch_private import FakeTensorMode
 from meshwright.profile.values import SplitMark
-from meshwright.user_code import first_line
+from meshwright.user.code import first_line
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from meshwright.profile.tracing.recorder import RecordedOperator, StepTrace, rec
 from meshwright.profile.tracing.step import LossFunction, compute_loss
 from meshwright.profile.tracing.trace import memory_role, model_parameters, trace_profile
 from meshwright.profile.values import BatchPolynomial, MemoryChange, ModelProfile, Operator, Phase, TraceSegment
-from meshwright.user_code import describe_error
+from meshwright.user.code import describe_error
 
 _NO_DEVICE = (
     "it was built without values (on the meta device), so no real step can be measured: write the plan yourself, with"

@@ -57,7 +57,7 @@ from meshwright.profile.values import (
     TraceSegment,
     fit_batch_polynomial,
 )
-from meshwright.user_code import first_line
+from meshwright.user.code import first_line
 
 BATCHES = (2, 3, 5)
 CHECK_BATCH = 7

@@ -26,7 +26,7 @@ from meshwright.proof.request import ProofRequest
 from meshwright.proof.shrink import shrink
 from meshwright.proof.torch_private import process_groups
 from meshwright.train.session import Session
-from meshwright.user_code import first_line
+from meshwright.user.code import first_line
 
 # A difference is looked for again with so many times as many samples: with very few, a loss that compares samples may
 # have gradients that consist of rounding errors only.

@@ -32,7 +32,7 @@ from meshwright.proof.reference.reference import Reference
 from meshwright.proof.reference.reference_setup import build_setup
 from meshwright.proof.request import ProofRequest, UserModel
 from meshwright.proof.sample_dataset import SampleDataset
-from meshwright.user_code import first_line
+from meshwright.user.code import first_line
 
 STEPS = 2  # the second one starts from weights that the plan has updated
 _ONE_STEP_WEIGHTS = 5 * 10**6  # of a model for which one step is compared, because each takes long

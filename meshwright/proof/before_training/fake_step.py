@@ -33,7 +33,7 @@ from meshwright.proof.before_training.training import Training
 from meshwright.proof.before_training.widths import narrow_widths
 from meshwright.proof.torch_private import TorchDispatchMode
 from meshwright.train.step.optimizer import rebuild_optimizer
-from meshwright.user_code import is_user_file
+from meshwright.user.code import is_user_file
 
 _PACKAGE = Path(__file__).parents[2]
 _INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from meshwright.auto.choose import plan_of_job
-from meshwright.call import bind
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError, MeshwrightError, UnequalPlan
 from meshwright.job import Job
@@ -20,6 +19,7 @@ from meshwright.proof.before_training.training import Training
 from meshwright.train.build import build_initialized_model, construct_model, freeze
 from meshwright.train.job_parts import JobParts
 from meshwright.train.step.optimizer import build_optimizer
+from meshwright.user.call import bind
 
 SKIP = "--unproved"  # the option of commands that train without a check
 _CPU = torch.device("cpu")

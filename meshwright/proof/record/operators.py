@@ -17,7 +17,7 @@ from meshwright.parallel.differentiable_collectives import IndexRanges
 from meshwright.parallel.tensor.shard_view import ShardView
 from meshwright.proof.reference import lift_casts
 from meshwright.proof.torch_private import in_backward, tree_leaves
-from meshwright.user_code import is_machinery
+from meshwright.user.code import is_machinery
 
 COMPARED_DTYPES = (torch.float64, torch.float32, torch.complex128, torch.complex64)
 # Of what one rank records. What comes later is left out.

@@ -18,12 +18,12 @@ import cloudpickle
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from meshwright.call import load
 from meshwright.errors import InputError
 from meshwright.files.storage import writing
 from meshwright.job import Job
 from meshwright.proof.request import ProofRequest, UserModel
 from meshwright.proof.torch_private import new_parametrized
+from meshwright.user.call import load
 
 _PICKLING_ERRORS = (pickle.PicklingError, AttributeError, TypeError, RuntimeError)
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from meshwright.call import bind, build
 from meshwright.data.loading import Batch, LoadingOptions, SampleShare, is_stream, train_batches
 from meshwright.job import Job
 from meshwright.proof.reference.dropout import disable_dropout
@@ -31,6 +30,7 @@ from meshwright.train.loss.trial import find_loss, find_model_loss
 from meshwright.train.session import MakeOptimizer, MakeSchedule
 from meshwright.train.shares.check import default_parts
 from meshwright.train.step.optimizer import optimizer_for_parameters, optimizer_groups, rebuild_optimizer
+from meshwright.user.call import bind, build
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from meshwright.call import build
 from meshwright.errors import InputError
 from meshwright.exchange import all_gather_values
 from meshwright.job import Job
 from meshwright.train.callbacks.run import CallbackRun
 from meshwright.train.step.divergence import LossReader
-from meshwright.user_code import raise_user_code_error
+from meshwright.user.call import build
+from meshwright.user.code import raise_user_code_error
 
 EVENTS = ("begin", "step", "evaluation", "save", "end")
 

@@ -9,7 +9,7 @@ from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.processes.communication_errors import communication_error
 from meshwright.processes.stall.out_of_memory import is_out_of_memory
-from meshwright.user_code import first_line, is_machinery
+from meshwright.user.code import first_line, is_machinery
 
 _TYPES = (  # of errors that torch raises for values that it cannot compute with
     *(RuntimeError, ValueError, IndexError, TypeError, AttributeError, KeyError),

@@ -28,7 +28,7 @@ from meshwright.parallel.weights.layout import local_tensor
 from meshwright.plan import Plan
 from meshwright.train.loop_checks.module_hooks import ModuleHooks
 from meshwright.train.loop_checks.settings import HOOK
-from meshwright.user_code import line_of_function
+from meshwright.user.code import line_of_function
 
 _SCALES = (1e-3, 1.0, 1e3)  # of the gradients of a trial: hooks that clip change large ones only
 _TOLERANCE = 1e-3  # relative to the largest number, in fp32

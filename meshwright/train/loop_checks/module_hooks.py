@@ -13,7 +13,7 @@ from meshwright.errors import InputError
 from meshwright.parallel.model import ParallelModel
 from meshwright.train.loop_checks.settings import HOOK
 from meshwright.train.torch_private import module_hooks, tensors_in
-from meshwright.user_code import is_machinery, line_of_function
+from meshwright.user.code import is_machinery, line_of_function
 
 
 class ModuleHooks:

@@ -28,7 +28,7 @@ from meshwright.errors import InputError
 from meshwright.parallel.weights.layout import ParameterLayout, WholeOnOneRank, shard_layout
 from meshwright.plan import Plan
 from meshwright.profile.optimizer import is_elementwise
-from meshwright.user_code import first_line
+from meshwright.user.code import first_line
 
 # Sizes of dimensions, and steps: small tensors with many steps, and tensors above thresholds that optimizers have.
 _TRIALS = ((12, 12), (256, 3))

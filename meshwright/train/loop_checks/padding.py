@@ -29,7 +29,7 @@ from meshwright.data.randomness import preserve_generators
 from meshwright.errors import InputError
 from meshwright.parallel.model import ParallelModel
 from meshwright.train.loss.loss import Loss
-from meshwright.user_code import line_of_function
+from meshwright.user.code import line_of_function
 
 # What rounding changes in a loss, by its dtype: larger differences are taken for those of padding.
 _ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-5}

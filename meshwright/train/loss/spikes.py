@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-from meshwright.job_sections.sections import SpikeSettings
+from meshwright.user.job_sections import SpikeSettings
 
 _FEWEST_LOSSES = 10  # with fewer, nothing is a spike
 _NORMAL = 1.4826  # the standard deviation of a normal distribution, divided by its median absolute deviation

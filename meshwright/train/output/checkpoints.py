@@ -21,11 +21,11 @@ from meshwright.checkpoint.save import check_savable, clear_unfinished, prune
 from meshwright.checkpoint.state import GROUPS, ModelDescription, State, describe_model
 from meshwright.errors import CheckpointError
 from meshwright.files.storage import writing
-from meshwright.job_sections.sections import Checkpoint
 from meshwright.processes.world import World
 from meshwright.train.output.copies import CheckpointCopies
 from meshwright.train.output.folder import RunFolder
 from meshwright.train.step.nonfinite import infinite_keys, nonfinite_keys
+from meshwright.user.job_sections import Checkpoint
 
 LOWER_IS_BETTER = ("loss", "error", "perplexity")
 RUNNING_STATISTICS = ("running_mean", "running_var")  # buffers of normalization layers

@@ -12,12 +12,12 @@ import torch
 
 from meshwright.errors import StorageError
 from meshwright.files.storage import replacing
-from meshwright.job_sections.sections import Log
 from meshwright.processes.heartbeat import Heartbeat
 from meshwright.processes.world import World
 from meshwright.train.output.activity_times import SMALLEST_WINDOW, ActivityTimes
 from meshwright.train.output.folder import RunFolder
 from meshwright.train.torch_private import dump_memory_snapshot, record_memory_history
+from meshwright.user.job_sections import Log
 
 
 def trace_file(folder: Path, rank: int) -> Path:

@@ -18,7 +18,7 @@ from meshwright.processes.stall.out_of_memory import describe_out_of_memory, is_
 from meshwright.processes.stall.watchdog import Watchdog, make_watchdog
 from meshwright.processes.torch_private import default_store
 from meshwright.processes.world import World
-from meshwright.user_code import describe_error
+from meshwright.user.code import describe_error
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.errors import TrainingDiverged
-from meshwright.job_sections.sections import LossScaleSettings
 from meshwright.parallel.clip import group_by_dtype_and_device
 from meshwright.parallel.weights.layout import local_tensor
 from meshwright.train.torch_private import unscale_and_check_finite_
+from meshwright.user.job_sections import LossScaleSettings
 
 # If gradients overflow fp16 below the default `lowest`, the factor is not the reason: they are NaN or much too large.
 DEFAULTS = LossScaleSettings()

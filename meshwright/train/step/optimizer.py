@@ -11,16 +11,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.call import build
 from meshwright.errors import InputError, did_you_mean
 from meshwright.exchange import all_gather_values
-from meshwright.job_sections.sections import Optimizer
 from meshwright.parallel.model import ParallelModel
 from meshwright.parallel.weights.offload import state_device
 from meshwright.plan import Plan
 from meshwright.profile.optimizer import is_elementwise
 from meshwright.train.loop_checks.optimizer_trial import check_optimizer_on_parts
 from meshwright.train.shares.check import check_optimizer
+from meshwright.user.call import build
+from meshwright.user.job_sections import Optimizer
 
 ParameterGroup = dict[str, Any]  # "names" of parameters, and the group's options
 

@@ -7,14 +7,14 @@ import numpy as np
 import torch
 from torch.utils.data import WeightedRandomSampler
 
-from meshwright.call import build
 from meshwright.data.loading import is_stream
 from meshwright.data.samples import dataset_size, name_of
 from meshwright.data.sampling import WeightedSampling
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.job import Job
-from meshwright.job_sections.sections import Data
-from meshwright.user_code import first_line, raise_user_code_error
+from meshwright.user.call import build
+from meshwright.user.code import first_line, raise_user_code_error
+from meshwright.user.job_sections import Data
 
 
 def build_sampling(job: Job) -> WeightedSampling | None:

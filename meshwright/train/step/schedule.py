@@ -6,13 +6,13 @@ from collections.abc import Mapping
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from meshwright.call import build
 from meshwright.errors import InputError
 from meshwright.exchange import broadcast_value
 from meshwright.job import Job
-from meshwright.job_sections.sections import LearningRateSchedule
 from meshwright.train.metrics import evaluated_value
 from meshwright.train.step_runner import StepRunner
+from meshwright.user.call import build
+from meshwright.user.job_sections import LearningRateSchedule
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 

@@ -29,7 +29,7 @@ from meshwright.train.torch_private import forgetting_compiled_code, without_def
 from meshwright.train.tuning.steps import compiling_as_in, plan_of_rank, time_steps
 from meshwright.train.tuning.time_limit import LimitReached, time_limit
 from meshwright.train.tuning.variants import Measure, Timing
-from meshwright.user_code import first_line
+from meshwright.user.code import first_line
 
 MakeSession = Callable[[Plan, World], Session]
 """Builds the session of a plan for one rank in a world of its own, always from the same weights."""

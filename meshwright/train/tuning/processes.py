@@ -21,7 +21,7 @@ from meshwright.processes.world import World
 from meshwright.train.tuning.job_batches import first_batches
 from meshwright.train.tuning.steps import compiling_as_in, plan_of_rank, time_steps
 from meshwright.train.tuning.variants import Timing
-from meshwright.user_code import first_line
+from meshwright.user.code import first_line
 
 ENDED = "the measuring process has ended"
 

@@ -18,7 +18,7 @@ accelerate = pytest.importorskip("accelerate", reason="the package accelerate is
 pytest.importorskip("transformers", reason="the package transformers is not installed")
 
 import meshwright.compat.accelerate as compat  # noqa: E402
-from meshwright.torchvision_import import mend_torchvision  # noqa: E402
+from meshwright.user.torchvision_import import mend_torchvision  # noqa: E402
 from tests.compat.accelerate.loops import accelerate_process  # noqa: E402
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.torchvision_import import mend_torchvision
+from meshwright.user.torchvision_import import mend_torchvision
 
 CLASSES, WORDS, LENGTH, SAMPLES = 10, 64, 16, 2
 

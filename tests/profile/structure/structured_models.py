@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.call import load
+from meshwright.user.call import load
 
 
 class UNet(nn.Module):

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from meshwright.batch import ModelBatch, split_batch
-from meshwright.call import load
 from meshwright.errors import InputError
 from meshwright.profile.structure.cuts import BatchDimension, Cut
 from meshwright.profile.structure.structure import Structure, find_structure
+from meshwright.user.call import load
 from meshwright.workloads.physics.network import SolutionNetwork
 from meshwright.workloads.recommender.dlrm import DLRM
 from meshwright.workloads.text.decoder import Decoder

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.batch import split_batch
-from meshwright.call import load
 from meshwright.profile.structure.splits import ParameterSplit, SplitGroup
 from meshwright.profile.structure.structure import Structure, find_structure
+from meshwright.user.call import load
 from tests.profile.models import small_model, tiny_decoder, token_batch
 from tests.profile.structure.structured_models import Unsplittable, model_with_head_bias, token_ids, transformers_model
 from tests.soaked import all_but

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.blocks.recompute import Recompute
-from meshwright.call import load
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.profile.optimizer import measure_optimizer_cost
@@ -20,6 +19,7 @@ from meshwright.profile.tracing.real_steps import measure_profile, trace_or_meas
 from meshwright.profile.tracing.trace import trace_profile
 from meshwright.simulator.memory.device_memory import CUDA_MEMORY
 from meshwright.simulator.memory.peak import predict_memory
+from meshwright.user.call import load
 from tests.profile.models import image_batch, small_model
 from tests.soaked import all_but
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.call import load
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.profile.equal_blocks import find_equal_blocks
@@ -19,6 +18,7 @@ from meshwright.profile.tracing.trace import trace_profile
 from meshwright.profile.values import ModelProfile, SplitMark
 from meshwright.simulator.memory.device_memory import CUDA_MEMORY
 from meshwright.simulator.memory.peak import predict_memory
+from meshwright.user.call import load
 from meshwright.workloads.text.decoder_sizes import decoder
 from tests.profile.models import scores_loss, small_model, tiny_decoder
 from tests.profile.structure.structured_models import token_ids, transformers_model

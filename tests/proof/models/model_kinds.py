@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.data import Dataset
 
-from meshwright.call import load
+from meshwright.user.call import load
 from tests.proof.models.transformers_models import CASES, Samples
 from tests.zoo_models.adapters import with_lora
 

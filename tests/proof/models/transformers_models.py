@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from meshwright.call import load
+from meshwright.user.call import load
 from meshwright.workloads.text.decoder import Decoder
 
 SAMPLES, LENGTH, WORDS = 21, 8, 32

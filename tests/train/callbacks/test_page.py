@@ -12,10 +12,10 @@ import yaml
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from meshwright.call import Call
 from meshwright.job import Job, load_job, parse_job
 from meshwright.train.callbacks.callbacks import build_callbacks
 from meshwright.train.output.folder import read_result
+from meshwright.user.call import Call
 from meshwright.zoo.job_text import job_text
 from tests.ranks import RankPool
 from tests.train.loops.test_readme import code_blocks

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from meshwright.call import load
+from meshwright.user.call import load
 
 _kernels: list[Any] = []  # torch drops a kernel when the last reference to its library is gone
 ALL = 10**6  # anchors or proposals that are drawn from a picture: all of them, so that nothing depends on chance

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from meshwright.job_sections.sections import SpikeSettings
 from meshwright.train.loss.spikes import SpikeDetector
+from meshwright.user.job_sections import SpikeSettings
 
 
 def detector(window: int = 20, deviations: float = 10) -> SpikeDetector:

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from meshwright.collectives.wait_clock import WAIT_CLOCK
-from meshwright.job_sections.sections import Log
 from meshwright.processes.heartbeat import Heartbeat
 from meshwright.report.trace import read_trace
 from meshwright.train.output import activity_times
 from meshwright.train.output.activity_times import times_file
 from meshwright.train.output.folder import RunFolder
 from meshwright.train.output.step_profile import record_times, trace_file
+from meshwright.user.job_sections import Log
 from tests.train.one_process import world
 
 

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 import meshwright as mw
-from meshwright.call import load
 from meshwright.data.loading import LoadingOptions, SampleShare, train_batches
 from meshwright.errors import InputError
 from meshwright.job import Job
 from meshwright.train.check import check_job
 from meshwright.train.job_parts import JobParts
 from meshwright.train.session import Session
+from meshwright.user.call import load
 from tests.auto.machines import cpu_cluster
 from tests.ranks import RankPool
 from tests.train.loops.test_readme import code_blocks

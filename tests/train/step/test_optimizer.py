@@ -8,8 +8,8 @@ from torch import nn
 
 import meshwright
 from meshwright.errors import InputError
-from meshwright.job_sections.sections import Optimizer
 from meshwright.train.step.optimizer import build_optimizer, can_fuse_on_gpus, matches, rebuild_optimizer
+from meshwright.user.job_sections import Optimizer
 
 
 class Net(nn.Module):

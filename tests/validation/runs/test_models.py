@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 
-from meshwright.call import Call
+from meshwright.user.call import Call
 from meshwright.workloads.text.decoder_sizes import decoder
 from validation.runs.case import PublishedCase, Sample
 from validation.runs.checks import flops_mismatches, parameter_mismatches

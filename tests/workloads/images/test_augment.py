@@ -77,7 +77,7 @@ def test_a_centre_crop_equals_resizing_and_cropping() -> None:
 
 
 def test_normalization_equals_torchvisions() -> None:
-    from meshwright.call import load
+    from meshwright.user.call import load
 
     transforms = load("torchvision:transforms")
     both = transforms.Compose(

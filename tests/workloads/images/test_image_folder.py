@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from meshwright.call import load
 from meshwright.errors import InputError
+from meshwright.user.call import load
 from meshwright.workloads.images.augment import MEAN, STD
 from meshwright.workloads.images.image_folder import image_folder
 from tests.workloads.images.pictures import BATCH, are_equal, global_batches, make_folders

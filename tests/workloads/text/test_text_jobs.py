@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from meshwright.batch import split_batch
-from meshwright.call import bind, build
 from meshwright.errors import InputError
 from meshwright.job import Job, load_job
 from meshwright.plan import Plan
@@ -23,6 +22,7 @@ from meshwright.train.build import build_data, build_metrics, construct_model
 from meshwright.train.job_session import build_session
 from meshwright.train.loss.loss import classify_loss
 from meshwright.train.step.optimizer import build_optimizer
+from meshwright.user.call import bind, build
 from tests.ranks import RankPool
 from tests.soaked import all_but
 from tests.train.one_process import world

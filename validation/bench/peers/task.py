@@ -25,13 +25,13 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 from meshwright.batch import split_batch, target_key
-from meshwright.call import bind
 from meshwright.data.order import permutation
 from meshwright.job import Job, load_job
 from meshwright.processes.network.own_user import admit_own_user_only
 from meshwright.train.build import build_data, build_initialized_model, build_loading
 from meshwright.train.loss.loss import loss_from_model
 from meshwright.train.step.optimizer import build_optimizer, use_fused_kernels
+from meshwright.user.call import bind
 from validation.bench.peers.ranks import PREFIX
 
 WARM_UP_STEPS = 5  # not timed: compilation, allocations, and the buckets that DDP builds after its first step

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.call import Call, bind, build
+from meshwright.user.call import Call, bind, build
 from validation.runs.case import Sample
 
 

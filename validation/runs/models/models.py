@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch.nn.functional as F
 from torch import Tensor, cat, nn, zeros
 
-from meshwright.call import load
+from meshwright.user.call import load
 
 CLASSES = 81  # the classes of COCO and the background
 ANCHORS = (4, 6, 6, 6, 4, 4)

@@ -7,8 +7,8 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from meshwright.call import Call
 from meshwright.files.yaml_file import read_mapping
+from meshwright.user.call import Call
 from validation.runs.case import NotCovered, PublishedCase, Sample
 from validation.runs.families import family_of
 from validation.runs.reading.flops import DECODER, decoder_keywords

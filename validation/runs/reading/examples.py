@@ -6,8 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from meshwright.call import Call
 from meshwright.files.yaml_file import read_mapping
+from meshwright.user.call import Call
 from validation.runs.case import NotCovered, PublishedCase, Sample
 from validation.runs.families import family_of
 from validation.runs.reading.hardware import cluster_of, device_of

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.call import Call
+from meshwright.user.call import Call
 from meshwright.workloads.text.decoder import default_feedforward
 from meshwright.workloads.text.decoder_sizes import decoder, published_keywords
 from validation.runs.case import PublishedCase, Sample

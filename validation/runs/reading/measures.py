@@ -8,7 +8,7 @@ If a row does not state its step time, it follows from a rate:
 
 from typing import Any
 
-from meshwright.call import Call
+from meshwright.user.call import Call
 from validation.runs.case import NotCovered
 from validation.runs.reading.flops import decoder_keywords
 from validation.runs.rows import PublishedRow

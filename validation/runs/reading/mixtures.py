@@ -4,8 +4,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from meshwright.call import Call
 from meshwright.files.yaml_file import read_mapping
+from meshwright.user.call import Call
 from validation.runs.case import NotCovered
 from validation.runs.reading.flops import MIXTURE
 from validation.runs.rows import PublishedRow

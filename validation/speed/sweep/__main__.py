@@ -29,7 +29,7 @@ import torch
 
 from meshwright.calibrate.probe import measure_machine
 from meshwright.cluster.detect import find_cluster
-from meshwright.torchvision_import import mend_torchvision
+from meshwright.user.torchvision_import import mend_torchvision
 from validation.speed.step_digest import step_digest
 from validation.speed.sweep.case import ModelCase
 from validation.speed.sweep.form_process import Failure, FormOptions, leave, run_probe

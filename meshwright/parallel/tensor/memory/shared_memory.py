@@ -35,7 +35,7 @@ from meshwright.parallel.torch_private import (
     tree_flatten,
     tree_unflatten,
 )
-from meshwright.user_code import running_line
+from meshwright.user.code import running_line
 
 
 @dataclass(eq=False)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from meshwright.user_code import line_of_function, running_line
+from meshwright.user.code import line_of_function, running_line
 
 RunParts = Callable[[], Sequence[tuple[list[Tensor], Sequence[int | None]]]]
 """Runs the model on a whole batch and on its parts. Returns the outputs of each, with their dimensions of samples."""

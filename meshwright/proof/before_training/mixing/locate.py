@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.proof.before_training.mixing.rows import Pairs, by_sample, sample_dims
 from meshwright.proof.torch_private import tree_leaves
-from meshwright.user_code import running_line
+from meshwright.user.code import running_line
 
 
 def locate(

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.call import load
+from meshwright.user.call import load
 from validation.speed.sweep.case import ModelCase, Sizes
 
 CLASSES = 1000

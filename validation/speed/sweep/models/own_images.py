@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.call import load
+from meshwright.user.call import load
 from meshwright.workloads.mnist import Net
 from validation.speed.sweep.case import ModelCase, Sizes
 from validation.speed.sweep.models.images import class_loss, mask_batch

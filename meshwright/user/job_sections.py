@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, model_validator
 from pydantic_core import PydanticCustomError
 
-from meshwright.call import Call
 from meshwright.files.remote import check_url, is_url
 from meshwright.numbers.limits import (
     Count,
@@ -21,6 +20,7 @@ from meshwright.numbers.limits import (
     at_least,
     at_most,
 )
+from meshwright.user.call import Call
 
 MOST_PROFILED_STEPS = 1_000  # the trace of a step has a few megabytes
 

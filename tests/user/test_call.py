@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from meshwright import torchvision_import, user_code
-from meshwright.call import Call, bind, build, load
 from meshwright.errors import InputError, UserCodeError
-from meshwright.user_code import exits_become_errors
+from meshwright.user import code as user_code
+from meshwright.user import torchvision_import
+from meshwright.user.call import Call, bind, build, load
+from meshwright.user.code import exits_become_errors
 
 
 @pytest.fixture(autouse=True)
@@ -141,54 +142,58 @@ def test_a_module_with_a_missing_import_names_what_is_missing(tmp_path: Path, mo
 
 
 def test_arguments_may_be_calls_themselves_at_any_depth() -> None:
-    inner = {"call": "tests.test_call:pair", "first": {"call": "fractions:Fraction", "numerator": 3}}
-    result = build(call("tests.test_call:pair", first=[inner, 1], second={"plain": inner}), role="model")
+    inner = {"call": "tests.user.test_call:pair", "first": {"call": "fractions:Fraction", "numerator": 3}}
+    result = build(call("tests.user.test_call:pair", first=[inner, 1], second={"plain": inner}), role="model")
     assert result[0] == [(3, 2, {}), 1]
     assert result[1] == {"plain": (3, 2, {})}
 
 
 def test_the_result_of_an_inner_call_is_passed_unchanged() -> None:
     inner = {"call": "collections:OrderedDict"}
-    assert type(build(call("tests.test_call:pair", first=inner), role="model")[0]).__name__ == "OrderedDict"
+    assert type(build(call("tests.user.test_call:pair", first=inner), role="model")[0]).__name__ == "OrderedDict"
 
 
 def test_a_mistake_in_an_inner_call_is_reported() -> None:
-    with pytest.raises(InputError, match=r"model: tests\.test_call:plain takes no 'sise': did you mean 'size'\?"):
-        build(call("tests.test_call:pair", first={"call": "tests.test_call:plain", "sise": 3}), role="model")
+    with pytest.raises(InputError, match=r"model: tests\.user\.test_call:plain takes no 'sise': did you mean 'size'\?"):
+        build(call("tests.user.test_call:pair", first={"call": "tests.user.test_call:plain", "sise": 3}), role="model")
 
 
 def test_offered_arguments_are_passed_only_to_callables_that_name_them() -> None:
     offered = {"seed": 5, "synthetic": True}
-    assert build(call("tests.test_call:plain", size=1), offered=offered, role="data") == (1, "own default", 5)
-    assert build(call("tests.test_call:plain", size=1, seed=9), offered=offered, role="data")[2] == 9
-    assert build(call("tests.test_call:pair", first=1), offered=offered, role="data") == (1, 2, {})
+    assert build(call("tests.user.test_call:plain", size=1), offered=offered, role="data") == (1, "own default", 5)
+    assert build(call("tests.user.test_call:plain", size=1, seed=9), offered=offered, role="data")[2] == 9
+    assert build(call("tests.user.test_call:pair", first=1), offered=offered, role="data") == (1, 2, {})
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"size": 1, "roots": "x"}, "data: tests.test_call:plain takes no 'roots': did you mean 'root'?"),
-        ({}, "data: tests.test_call:plain: missing a required argument: 'size'"),
+        ({"size": 1, "roots": "x"}, "data: tests.user.test_call:plain takes no 'roots': did you mean 'root'?"),
+        ({}, "data: tests.user.test_call:plain: missing a required argument: 'size'"),
     ],
 )
 def test_arguments_are_checked_before_the_call(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as refusal:
-        build(call("tests.test_call:plain", **arguments), role="data")
+        build(call("tests.user.test_call:plain", **arguments), role="data")
     assert str(refusal.value) == message
 
 
 def test_binding_constructs_classes_and_fixes_arguments_of_functions() -> None:
-    assert bind(call("tests.test_call:Scale", by=3), "metric")(2) == 6
-    assert bind(call("tests.test_call:pair", second=5), "metric")(1) == (1, 5, {})
-    assert bind(call("tests.test_call:pair"), "metric") is pair
+    assert bind(call("tests.user.test_call:Scale", by=3), "metric")(2) == 6
+    assert bind(call("tests.user.test_call:pair", second=5), "metric")(1) == (1, 5, {})
+    assert bind(call("tests.user.test_call:pair"), "metric") is pair
 
 
 @pytest.mark.parametrize(
     ("path", "arguments", "message"),
     [
-        ("tests.test_call:plain", {"sizes": 1}, "loss: tests.test_call:plain takes no 'sizes'"),
-        ("tests.test_call:Scale", {"bye": 1}, "loss: tests.test_call:Scale takes no 'bye': did you mean 'by'?"),
-        ("tests.test_call:Plain", {}, "loss: tests.test_call:Plain makes a Plain, which cannot be called"),
+        ("tests.user.test_call:plain", {"sizes": 1}, "loss: tests.user.test_call:plain takes no 'sizes'"),
+        (
+            "tests.user.test_call:Scale",
+            {"bye": 1},
+            "loss: tests.user.test_call:Scale takes no 'bye': did you mean 'by'?",
+        ),
+        ("tests.user.test_call:Plain", {}, "loss: tests.user.test_call:Plain makes a Plain, which cannot be called"),
         ("math:pi", {}, "loss: math:pi is a float, which cannot be called"),
     ],
 )
@@ -241,14 +246,14 @@ def test_a_constructor_that_ends_the_program_is_an_error_with_file_and_line(stat
         exits_become_errors(),
         pytest.raises(UserCodeError, match=r"^model: .*:end failed: .*test_call\.py, line"),
     ):
-        build(call("tests.test_call:end", statement=statement), role="model")
+        build(call("tests.user.test_call:end", statement=statement), role="model")
     with exits_become_errors(), pytest.raises(UserCodeError, match=r"^loss: .*:Ending failed: .*test_call\.py, line"):
-        bind(call("tests.test_call:Ending", statement=statement), "loss")
+        bind(call("tests.user.test_call:Ending", statement=statement), "loss")
 
 
 def test_other_exceptions_of_a_constructor_stay_as_they_are() -> None:
     with pytest.raises(ValueError, match="odd"):
-        build(call("tests.test_call:end", statement="raise ValueError('odd')"), role="model")
+        build(call("tests.user.test_call:end", statement="raise ValueError('odd')"), role="model")
 
 
 def test_ctrl_c_during_an_import_stays_ctrl_c(tmp_path: Path) -> None:
@@ -292,12 +297,12 @@ def test_a_long_import_and_a_long_constructor_are_announced(
         (tmp_path / f"{name}.py").write_text(f"{UNTIL_ANNOUNCED}\nvalue = 4\n")
     assert load("users_slow.py:value") == 4
     assert load("users_slower:value") == 4
-    assert build(call("tests.test_call:wait_until_announced"), role="data.train") == 3
+    assert build(call("tests.user.test_call:wait_until_announced"), role="data.train") == 3
     assert capsys.readouterr() == (
         "",
         "importing users_slow.py since 0.05 s\n"
         "importing users_slower since 0.05 s\n"
-        "building data.train (tests.test_call:wait_until_announced) since 0.05 s\n",
+        "building data.train (tests.user.test_call:wait_until_announced) since 0.05 s\n",
     )
     load("users_slow.py:value")
     assert capsys.readouterr().err == "", "a second load imports nothing"
@@ -348,7 +353,7 @@ def test_other_errors_of_torchvision_are_reported(tmp_path: Path, old_torchvisio
 @pytest.mark.soak
 def test_a_users_file_may_import_transformers_in_a_new_process(tmp_path: Path) -> None:
     (tmp_path / "users_model.py").write_text("from transformers import ViTForImageClassification as model\n")
-    code = f"from meshwright.call import load; print(load('{tmp_path}/users_model.py:model').__name__)"
+    code = f"from meshwright.user.call import load; print(load('{tmp_path}/users_model.py:model').__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert done.stdout == "ViTForImageClassification\n", done.stderr
 

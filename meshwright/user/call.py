@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict
 from meshwright import doors
 from meshwright.errors import InputError, did_you_mean
 from meshwright.numbers.limits import is_number
-from meshwright.torchvision_import import mend_torchvision
-from meshwright.user_code import raise_user_code_error, running_user_code
+from meshwright.user.code import raise_user_code_error, running_user_code
+from meshwright.user.torchvision_import import mend_torchvision
 
 _USER_MODULE = "meshwright_user_"  # begins the names of modules that are imported from a file
 
