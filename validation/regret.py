@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.auto.choose import plan_of_job
+from meshwright.auto.decide import plan_of_job
 from meshwright.bench.strategies.loops import session_steps
 from meshwright.bench.strategies.plans import StrategyPlanner
 from meshwright.calibrate.probe import measure_machine

@@ -1,34 +1,28 @@
-"""Chooses the plan for `plan: auto` of a job and for `mw.best_plan`: the fastest plan that the executor can run."""
+"""Chooses the plan of `mw.best_plan`: the fastest plan for a model that the executor can run."""
 
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
-from meshwright.auto.inputs import check_model_and_cluster, model_planning_inputs, planning_data, planning_inputs
+from meshwright.auto.decide import both_checks, why_unpredicted
+from meshwright.auto.inputs import check_model_and_cluster, model_planning_inputs
 from meshwright.auto.tuned import ModelToTune, checked_budget_s, variants_of
-from meshwright.batch import split_batch
 from meshwright.calibrate.probe import measure_machine
-from meshwright.cluster.busy import busy_sentence
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
 from meshwright.data.randomness import preserve_generators
-from meshwright.errors import InputError, MeshwrightError, NotPredictable, UserCodeError
+from meshwright.errors import InputError, MeshwrightError, NotPredictable
 from meshwright.exchange import broadcast_value
-from meshwright.job import Job, load_plan
 from meshwright.numbers.limits import check_count
-from meshwright.parallel.tensor.dimension_partition import dimension_partition_plan
 from meshwright.plan import Plan
 from meshwright.plan_fields.constraints import make_constraints
 from meshwright.plan_fields.effects import Numerics
 from meshwright.plan_fields.groups import Axes
-from meshwright.planner.constraints.apply import keeps_constraints, unconstrained
-from meshwright.planner.explanation.choice import describe_choice
+from meshwright.planner.constraints.apply import unconstrained
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.measured_search import measured_search
 from meshwright.planner.offload import search_with_offload
@@ -36,17 +30,8 @@ from meshwright.planner.profiles import Profiles
 from meshwright.planner.search_result import PricedPlan
 from meshwright.processes.world import World, join
 from meshwright.profile.tracing.step import LossFunction
-from meshwright.simulator.predict import Prediction, predict_plan
-from meshwright.train.build import construct_model
-from meshwright.train.job_parts import JobParts
-from meshwright.train.output.folder import RunFolder, device_text, find_run_to_resume
-from meshwright.train.output.origin import read_run_file
 from meshwright.train.tuning.ranks import TuningRequest
-from meshwright.train.tuning.variants import Variant
-from meshwright.user.code import describe_error, first_line, user_position
-
-CheckPlan = Callable[[Plan], None]
-"""Raises an `InputError` for plans that must not be chosen."""
+from meshwright.user.code import first_line
 
 
 def choose_plan(inputs: PlanningInputs, profiles: Profiles) -> PricedPlan:
@@ -64,136 +49,6 @@ def free_best(inputs: PlanningInputs, profiles: Profiles) -> PricedPlan | None:
         return search_with_offload(unconstrained(inputs), profiles).ranked[0]
     except InputError:
         return None
-
-
-@dataclass(frozen=True)
-class JobPlan:
-    """The plan that a job is trained with. `step_s` are the predicted seconds of a step, None without a prediction.
-    `line` says how `plan: auto` has chosen the plan, or why nothing was predicted; None if the job names its plan.
-    `prediction` is the whole prediction; None without one. `variants` returns the variants of the plan that may be
-    timed: none if the plan was named by the job or stored in a run, and not found by a search."""
-
-    plan: Plan
-    step_s: float | None = None
-    line: str | None = None
-    prediction: Prediction | None = None
-    variants: Callable[[], list[Variant]] = list
-
-
-def plan_of_job(
-    parts: JobParts,
-    cluster: Cluster,
-    plan: "Plan | Literal['auto']",
-    resume: str = "never",
-    refuse: CheckPlan | None = None,
-) -> JobPlan:
-    """Returns the plan that a job is trained with. It has no prediction if the machine has not been measured, if the
-    model or the plan cannot be predicted, or if the plan leaves its precision to the run.
-
-    If `plan` is "auto", the result is the plan of the run that `resume` (of `lock_run_folder`) continues, if that plan
-    suits the job and the cluster; else the fastest plan that the job's `allow` permits. If no prediction is possible,
-    it is the plan in which every device is a replica. `refuse` raises an `InputError` for plans that `auto` must not
-    choose.
-    """
-    job = parts.job
-    if plan == "auto" and (run := find_run_to_resume(job, resume)) and (stored := _stored_plan(run, job, cluster)):
-        predicted = plan_of_job(parts, cluster, stored)
-        return replace(predicted, line=f"plan: {stored.summary()}, with which {run.path} was trained before")
-    if plan == "auto" and job.data.partition == "dimension":  # the partition determines the plan
-        plan = dimension_plan(parts, cluster)
-    fallback = replicate_plan(cluster, job.train.global_batch) if plan == "auto" else plan
-    line = f"plan: {fallback.summary()}, without a prediction" if plan == "auto" else None
-    if plan == "auto" and job.constraints and not _is_measured(cluster):
-        raise InputError(
-            f"constraints ({job.constraints.describe()}) need predictions, but this machine is not measured: run"
-            " meshwright doctor once"
-        )
-    if not _is_measured(cluster):
-        return JobPlan(fallback, line=line and f"{line}, as this machine is not measured: run meshwright doctor once")
-    try:
-        inputs, profiles = planning_inputs(parts, cluster, even_shares=False)
-        if refuse is not None:
-            inputs = replace(inputs, check_plan=_both(inputs.check_plan, refuse))
-    except UserCodeError:  # a second attempt would execute the failing code again, for example the import of a file
-        raise
-    except Exception as error:
-        if plan == "auto" and job.constraints:
-            raise
-        return JobPlan(fallback, line=line and f"{line}: {_why_unpredicted(error)}")
-    try:
-        if plan == "auto":
-            # On GPUs, the operators are not measured: it would take memory of a device that the ranks need.
-            measures = cluster.kind == "cpu"
-            result, inputs = (
-                measured_search(inputs, profiles) if measures else (search_with_offload(inputs, profiles), inputs)
-            )
-            best = result.ranked[0]
-            line = _with_warning(describe_choice(result, inputs, profiles), inputs.cluster)
-            variants = partial(variants_of, best.plan, inputs, profiles)
-            return JobPlan(best.plan, best.prediction.step_s, line, best.prediction, variants)
-        if plan.numerics.precision == "auto":
-            return JobPlan(plan)  # the run measures which precision is the fastest
-        profile = profiles.get(plan.numerics.precision, plan.memory.recompute)
-        ranks = cluster
-        if cluster.is_uniform or plan.world_size > cluster.device_count:
-            ranks = cluster.with_device_count(min(plan.world_size, cluster.device_count))
-        prediction = predict_plan(ranks, profile, plan, inputs.global_batch, inputs.optimizer, runtime=inputs.runtime)
-        return JobPlan(plan, prediction.step_s, prediction=prediction)
-    except Exception as error:  # the model cannot be traced, or no plan is predicted to fit: train anyway
-        if plan == "auto" and job.constraints:
-            raise
-        return JobPlan(fallback, line=line and f"{line}: {_why_unpredicted(error)}")
-
-
-def _why_unpredicted(error: Exception) -> str:
-    """Returns why nothing was predicted. An error that is neither one of Meshwright's own nor raised in the user's code
-    is named as a fault of Meshwright."""
-    if isinstance(error, MeshwrightError):
-        return first_line(error)
-    whose = "" if user_position(error) else "a fault of Meshwright, which we ask you to report: "
-    return f"{whose}{describe_error(error)}"
-
-
-def _with_warning(line: str, cluster: Cluster) -> str:
-    """The line, with a second one if other programs disturbed the measurement that the plan is based on."""
-    busy = busy_sentence(cluster)
-    return f"{line}\nwarning: {busy}" if busy else line
-
-
-def _stored_plan(run: RunFolder, job: Job, cluster: Cluster) -> Plan | None:
-    """Returns the plan with which a run has been trained so far, so that it goes on with the same bits. Returns None if
-    it changes more than the job allows, if it is for another number or another kind of devices, or if it cannot be
-    read."""
-    try:
-        plan = load_plan(run.plan, text=read_run_file(run.plan))
-        # Runs of earlier versions do not say which device they were trained on.
-        if os.path.lexists(run.device) and read_run_file(run.device) != device_text(cluster):
-            return None
-    except MeshwrightError:
-        return None
-    ranks, devices = plan.world_size, cluster.device_count
-    uses_devices = ranks == devices or (job.train.global_batch < devices and ranks < devices)
-    if not uses_devices or not keeps_constraints(plan, job.constraints):
-        return None
-    return plan if plan.stays_within(job.allow) or job.constraints.beyond(job.allow) else None
-
-
-def dimension_plan(parts: JobParts, cluster: Cluster) -> Plan:
-    """Returns the plan of a job with `data.partition: dimension`, in which each rank gets some of the features of every
-    sample."""
-    structure = planning_data(parts).structure
-    example = split_batch(structure.sample, structure.target)
-    return dimension_partition_plan(construct_model(parts.job), example, cluster.device_count)
-
-
-def replicate_plan(cluster: Cluster, global_batch: int) -> Plan:
-    """Returns the plan that is used without a prediction: every device is a replica, but there are no more replicas
-    than samples."""
-    return Plan(axes=Axes(replicate=min(cluster.device_count, global_batch)))
-
-
-def _is_measured(cluster: Cluster) -> bool:
-    return all(node.device.is_known for node in cluster.nodes)
 
 
 def best_plan(
@@ -270,7 +125,7 @@ def best_plan(
             constraints=constraints,
         )
         if check is not None:
-            inputs = replace(inputs, check_plan=_both(inputs.check_plan, check))
+            inputs = replace(inputs, check_plan=both_checks(inputs.check_plan, check))
         plan = choose_plan(inputs, profiles).plan
         if cluster is None and budget_s and trained.can_be_timed(plan):
             request = trained.request(plan, variants_of(plan, inputs, profiles), budget_s)
@@ -283,7 +138,7 @@ def best_plan(
             is_mistake = isinstance(error, MeshwrightError) and not isinstance(error, NotPredictable)
             if is_mistake or cluster is not None or constraints:
                 raise
-            return _unpredicted_plan(world, check, _why_unpredicted(error))
+            return _unpredicted_plan(world, check, why_unpredicted(error))
 
     with preserve_generators():  # only rank 0 may draw random numbers here
         plan = _plan_of_rank_0(search_or_replicate, world)
@@ -298,16 +153,6 @@ def _unpredicted_plan(world: World, check: Callable[[Plan], None] | None, reason
         check(plan)
     warnings.warn(f"plan: {plan.summary()}, without a prediction: {reason}", stacklevel=5)
     return plan
-
-
-def _both(first: Callable[[Plan], None], second: Callable[[Plan], None]) -> Callable[[Plan], None]:
-    """Returns a check of a plan that makes both checks."""
-
-    def check_plan(plan: Plan) -> None:
-        first(plan)
-        second(plan)
-
-    return check_plan
 
 
 def _model_inputs(

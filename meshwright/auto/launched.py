@@ -4,7 +4,8 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from meshwright.auto.choose import CheckPlan, JobPlan, plan_of_job
+from meshwright.auto.decide import CheckPlan, plan_of_job
+from meshwright.auto.decision import Decision
 from meshwright.cluster.cluster import Cluster
 from meshwright.job import Job
 from meshwright.plan import Plan
@@ -25,22 +26,25 @@ class PlanChooser:
     def __init__(self, job: Job, refuse: CheckPlan | None = None) -> None:
         """`refuse` is that of `plan_of_job`."""
         self._job, self._refuse = job, refuse
-        self._chosen: tuple[JobPlan, JobParts, Cluster] | None = None
+        self._chosen: tuple[Decision, JobParts, Cluster] | None = None
 
-    def __call__(self, machines: Cluster, resume: str) -> tuple[Plan, str | None]:
+    def __call__(self, machines: Cluster, resume: str) -> Decision:
         # Called again, because a plan was refused that may have been the stored one of the run to resume.
         resumed = resume if self._chosen is None else "never"
         parts = JobParts(self._job)
         chosen = plan_of_job(parts, machines, "auto", resumed, self._refuse)
         self._chosen = chosen, parts, machines
-        return chosen.plan, chosen.line
+        return chosen
 
-    def tune(self, plan: Plan, world: World) -> Plan:
-        """Returns the plan with the fastest variant of its `compute` fields. All ranks call this together."""
+    def tune(self, plan: Plan, world: World) -> Decision:
+        """Returns the plan with the fastest variant of its `compute` fields. All ranks call this together; only rank 0
+        gets the reasons for the plan."""
         request = None
         with suppress(Exception):  # whatever the job's code raises: the other ranks wait for the request
             request = self._request(plan)
+        decision = self._chosen[0] if self._chosen is not None and self._chosen[0].plan == plan else Decision(plan)
         self._chosen = None  # its data sets and model would keep their memory
+        lines: list[str] = []
         batches: list[Any] = []
 
         def session(own_plan: Plan, alone: World) -> Session:
@@ -51,7 +55,12 @@ class PlanChooser:
             batches.extend([] if batches else first_batches(self._job, session, max(1, share)))
             return batches
 
-        return tune_in_ranks(plan, request, session, take, world, _print)
+        def notify(line: str) -> None:
+            lines.append(line)
+            print(line, file=sys.stderr, flush=True)
+
+        tuned = tune_in_ranks(plan, request, session, take, world, notify)
+        return decision.measured(tuned, lines[-1] if lines else "")
 
     def _request(self, plan: Plan) -> TuningRequest | None:
         """What rank 0 wants to be timed; None on other ranks."""
@@ -64,7 +73,3 @@ class PlanChooser:
             return None
         file = choice_file(plan, parts.model, parts.sample, others_of_job(self._job, machines))
         return TuningRequest(variants, budget_s, expected_compile_s(parts.model), file)
-
-
-def _print(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

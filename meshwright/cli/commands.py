@@ -279,7 +279,7 @@ def prove(
         assert loaded_job is not None
         proof_plan = load_plan(plan) if plan else loaded_job.plan
         with preloaded("meshwright.proof.record.rank"):
-            from meshwright.auto.choose import plan_of_job
+            from meshwright.auto.decide import plan_of_job
             from meshwright.cluster.detect import find_cluster
             from meshwright.proof.prove import prove as run
             from meshwright.train.job_parts import JobParts

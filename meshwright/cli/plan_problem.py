@@ -101,7 +101,7 @@ class PlanProblem:
 
 def load_problem(request: PlanRequest) -> PlanProblem:
     """Loads what the request names. Raises an `InputError` for words that contradict each other."""
-    from meshwright.auto.choose import dimension_plan
+    from meshwright.auto.decide import dimension_plan
     from meshwright.auto.inputs import planning_inputs
     from meshwright.calibrate.probe import measure_machine
     from meshwright.cluster.detect import find_cluster

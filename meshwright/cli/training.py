@@ -4,21 +4,18 @@ result of a run."""
 import json
 import math
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.cli.text import print_columns
-from meshwright.errors import InputError, MeshwrightError, OutOfMemory, UnequalPlan
+from meshwright.errors import InputError, MeshwrightError, OutOfMemory
 from meshwright.progress import say
-from meshwright.user.code import working_folder_kept
 
 if TYPE_CHECKING:
-    from meshwright.auto.choose import JobPlan
+    from meshwright.auto.decision import Decision
     from meshwright.cluster.cluster import Cluster
     from meshwright.job import Job
     from meshwright.plan import Plan
-    from meshwright.proof.before_training.job import CheckHere
     from meshwright.simulator.predict import Prediction
     from meshwright.train.job_parts import JobParts
 
@@ -28,7 +25,7 @@ def train_as_rank(
 ) -> dict[str, Any] | None:
     """Trains as a rank that a launcher has started. Returns the result on rank 0 of a finished run. With `unproved`,
     the plan is not checked before."""
-    from meshwright.auto.choose import plan_of_job
+    from meshwright.auto.decide import plan_of_job
     from meshwright.auto.launched import PlanChooser
     from meshwright.cluster.detect import find_cluster
     from meshwright.proof.before_training.job import CheckInWorld
@@ -59,40 +56,24 @@ def train_here(
     from meshwright.processes.local.fork_server import preloaded
 
     with preloaded("meshwright.train.rank", job.train.spare):  # ranks import while the plan is chosen
-        from meshwright.auto.choose import plan_of_job
+        from meshwright.auto.decide import decide
         from meshwright.cluster.detect import find_cluster
         from meshwright.proof.before_training.job import CheckHere
         from meshwright.train.job_parts import JobParts
         from meshwright.train.output.remote_run import local_run
+        from meshwright.train.run import run_folder, train
 
         machines = find_cluster(cluster or job.cluster)
         resume = local_run(job, resume, say)
         parts = JobParts(job)
-        with working_folder_kept():  # the model's code may leave it
-            chosen = plan_of_job(parts, machines, plan, resume)
-        check = None if unproved else CheckHere(parts, machines)
-        while True:
+        with run_folder(job, resume) as locked_run:
+            decision = decide(parts, machines, plan, resume, None if unproved else CheckHere(parts, machines))
+            shown = values_of_run(machines, parts, decision.prediction, decision.plan)
+            settings = (record, decision.step_s, decision.reasons, parts, shown)
             try:
-                return _train_planned(parts, chosen, machines, resume, record, check)
-            except UnequalPlan as error:
-                if plan != "auto" or check is None:
-                    raise
-                say(f"{error}; auto takes the next best plan")
-                chosen = plan_of_job(parts, machines, "auto", refuse=check.refused)
-
-
-def _train_planned(
-    parts: "JobParts", chosen: "JobPlan", machines: "Cluster", resume: str, record: int, check: "CheckHere | None"
-) -> dict[str, Any]:
-    from meshwright.train.run import train
-
-    job = parts.job
-    shown = partial(values_of_run, machines, parts, chosen.prediction)
-    settings = (chosen.step_s, record, chosen.line, parts, chosen.variants, shown, check)
-    try:
-        return train(job, chosen.plan, machines, resume, *settings)
-    except OutOfMemory as error:
-        raise with_smaller_plan(error, job, machines, chosen) from error
+                return train(job, decision.plan, machines, locked_run, *settings)
+            except OutOfMemory as error:
+                raise with_smaller_plan(error, job, machines, decision) from error
 
 
 def _store_page_values(job: "Job", machines: "Cluster", run: Path) -> None:
@@ -145,7 +126,7 @@ def values_of_run(
     return page_values(cluster, plan, model, prediction)
 
 
-def with_smaller_plan(error: OutOfMemory, job: "Job", cluster: "Cluster", chosen: "JobPlan") -> OutOfMemory:
+def with_smaller_plan(error: OutOfMemory, job: "Job", cluster: "Cluster", chosen: "Decision") -> OutOfMemory:
     """Returns the error with what was predicted, and with the fastest plan that is predicted to need less memory."""
     from meshwright.auto.smaller_plan import plan_with_less_memory
     from meshwright.numbers.units import bytes_text

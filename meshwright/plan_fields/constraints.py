@@ -195,6 +195,11 @@ def make_constraints(
         raise InputError(words) from None
 
 
+def default_of(name: str) -> Any:
+    """The default value of a field of a plan."""
+    return FIELDS[name].get_default(call_default_factory=True)
+
+
 def shown(value: Any) -> str:
     """A value as it is written in a plan file."""
     if isinstance(value, bool) or value is None:

@@ -1,6 +1,7 @@
 """Rules about fields that have no effect in a plan: it runs, and an answer names what would give the field one."""
 
-from meshwright.plan_rules.rule import Rule
+from meshwright.plan_fields.effects import PlanGroup
+from meshwright.plan_rules.rule import Rule, first_that_refuses, names_of
 
 
 def _needs_axis(name: str) -> Rule:
@@ -43,3 +44,10 @@ NO_EFFECT: dict[str, Rule] = {
     ),
 }
 """The rule that says when a field has no effect, by the field's name."""
+
+
+def why_without_effect(name: str, plan: PlanGroup) -> str | None:
+    """Why the field has no effect in the plan, and what would give it one; None if it has."""
+    names = names_of(plan, {})
+    rule = first_that_refuses((NO_EFFECT[name],), names) if name in NO_EFFECT else None
+    return rule.message(names) if rule is not None else None

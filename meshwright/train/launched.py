@@ -3,10 +3,10 @@ They first make sure that all have the same job; then rank 0 chooses the plan an
 
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -31,13 +31,25 @@ from meshwright.train.output.folder import LockedRun, RunFolder, lock_run_folder
 from meshwright.train.output.remote_run import local_run
 from meshwright.train.rank import train_rank
 
-ChoosePlan = Callable[[Cluster, str], tuple[Plan, str | None]]
-"""Chooses the plan for a cluster and a run to resume (`lock_run_folder`). Also returns a line that says why. If
-`CheckPlan` has refused its plan, it is called again, and chooses another one."""
 
-TunePlan = Callable[[Plan, World], Plan]
+class Chosen(Protocol):
+    """A plan with the reasons for its fields (auto/decision.py), and the line that says why; None if there is none."""
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def reasons(self) -> Mapping[str, str]: ...
+    @property
+    def line(self) -> str | None: ...
+
+
+ChoosePlan = Callable[[Cluster, str], Chosen]
+"""Chooses the plan for a cluster and a run to resume (`lock_run_folder`). If `CheckPlan` has refused its plan, it is
+called again, and chooses another one."""
+
+TunePlan = Callable[[Plan, World], Chosen]
 """Returns a plan that `ChoosePlan` has chosen with the `compute` fields that are measured to be the fastest. All ranks
-call it together."""
+call it together; only rank 0 gets the reasons."""
 
 CheckPlan = Callable[[Job, Plan, World], None]
 """Checks the plan of a job in the ranks of the world, and raises `UnequalPlan` on all of them to refuse it."""
@@ -126,10 +138,10 @@ def train_in_world(
 
 def _tuned(job: Job, run: _Run, cluster: Cluster, world: World, tune: TunePlan) -> _Run:
     """Returns the run with its tuned plan, which is stored with the run."""
-    plan = tune(run.plan, world)
-    if world.rank == 0 and plan != run.plan:
-        write_job_and_plan(run.folder, job, plan, cluster)
-    return replace(run, plan=plan)
+    tuned = tune(run.plan, world)
+    if world.rank == 0:
+        write_job_and_plan(run.folder, job, tuned.plan, cluster, tuned.reasons)
+    return replace(run, plan=tuned.plan)
 
 
 def _is_accepted(job: Job, plan: Plan | ChoosePlan, run: _Run, world: World, check: CheckPlan) -> bool:
@@ -156,12 +168,12 @@ def _agree_on_run(job: Job, plan: Plan | ChoosePlan, cluster: Cluster, resume: s
     if world.rank == 0:
         try:
             resume = local_run(job, resume, lambda line: print(line, file=sys.stderr, flush=True))
-            chosen = plan if isinstance(plan, Plan) else _choose(plan, cluster, resume, world)
+            chosen, reasons = (plan, {}) if isinstance(plan, Plan) else _choose(plan, cluster, resume, world)
             check_job(job, chosen, cluster.with_device_count(world.size))
             locked_run = lock_run_folder(job, resume)
             if not world.attempt:  # a run that goes on is not ended by a store that does not answer
                 _check_copies(job, locked_run)
-            write_job_and_plan(locked_run.folder, job, chosen, cluster)
+            write_job_and_plan(locked_run.folder, job, chosen, cluster, reasons)
         except MeshwrightError as error:
             broadcast_value({"error": _error_class(error), "message": str(error)})
             raise
@@ -182,9 +194,9 @@ def _check_copies(job: Job, run: LockedRun) -> None:
         raise
 
 
-def _choose(choose: ChoosePlan, cluster: Cluster, resume: str, world: World) -> Plan:
-    """Returns the plan that `choose` finds for the ranks that there are, and prints why. If the cluster does not
-    describe them, or if its plan is for fewer ranks, every rank is a replica."""
+def _choose(choose: ChoosePlan, cluster: Cluster, resume: str, world: World) -> tuple[Plan, Mapping[str, str]]:
+    """Returns the plan that `choose` finds for the ranks that there are, with its reasons, and prints why. If the
+    cluster does not describe them, or if its plan is for fewer ranks, every rank is a replica."""
     replicas = Plan(axes=Axes(replicate=world.size))
     if world.size == world.local_size:
         machines = cluster.with_device_count(world.size)
@@ -198,13 +210,13 @@ def _choose(choose: ChoosePlan, cluster: Cluster, resume: str, world: World) -> 
             file=sys.stderr,
             flush=True,
         )
-        return replicas
-    plan, line = choose(machines, resume)
-    if plan.world_size != world.size:
-        return replicas
-    if line:
-        print(line, file=sys.stderr, flush=True)
-    return plan
+        return replicas, {}
+    chosen = choose(machines, resume)
+    if chosen.plan.world_size != world.size:
+        return replicas, {}
+    if chosen.line:
+        print(chosen.line, file=sys.stderr, flush=True)
+    return chosen.plan, chosen.reasons
 
 
 def _error_class(error: MeshwrightError) -> str:

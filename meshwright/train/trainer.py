@@ -1,5 +1,4 @@
 """`Trainer`: runs a job on one rank, from its newest checkpoint to its end: steps, evaluations, checkpoints and logs.
-Every rank of a run has one.
 
 If a rank dies while a checkpoint is saved, processes/local starts all ranks again, and `_resume` continues from the
 newest valid checkpoint. The docstring of checkpoint/save.py lists every case.
@@ -41,6 +40,7 @@ from meshwright.train.step.job_length import JobLength
 from meshwright.train.step.schedule import step_after_evaluation
 from meshwright.train.step_runner import StepRunner
 from meshwright.train.stop_agreement import StopAgreement
+from meshwright.train.tuning.fallbacks import FallbackRecord
 
 
 class Trainer:
@@ -76,6 +76,7 @@ class Trainer:
         self.callbacks = Callbacks(build_callbacks(job), CallbackRun(job, session, world, folder), self._report)
         self.stragglers = StragglerWatch(folder.times, world.size, lambda line: self.display.line(line))
         self.shares = ShareChanges(folder.shares, session, world.rank, lambda line: self.display.line(line))
+        self.fallbacks = FallbackRecord(folder, job, session)
         self.told_not_saved = False  # whether the user knows that the weights are not finite
 
     def run(self, stop: StopRequest) -> bool:
@@ -242,6 +243,7 @@ class Trainer:
         values = {"loss": loss, "lr": self.session.optimizer.param_groups[0]["lr"], "samples_per_s": rate}
         self.metrics_log.write("train", steps, batch.epoch, {**values, **more})
         self.stragglers.look()
+        self.fallbacks.update()
 
     # ---- steps that are left out
 
@@ -359,8 +361,7 @@ class Trainer:
                 self.display.line(f"step {step} is not saved: {name} is not finite")
             self.told_not_saved = True
             return False
-        self.saved_step = step
-        self.told_not_saved = False
+        self.saved_step, self.told_not_saved = step, False
         self.divergence.note_checkpoint()
         self.callbacks.save(path)
         return True
@@ -395,6 +396,5 @@ class Trainer:
         self.left_out |= {(int(epoch), int(index)) for epoch, index in about.get("left_out", ())}
 
     def _describe_ranks(self) -> str:
-        kind = "GPU" if self.world.device.type == "cuda" else "CPU rank"
-        plural = "s" if self.world.size > 1 else ""
-        return f"{self.world.size} {kind}{plural} ({self.session.plan.summary()}) in {self.folder.path}"
+        kind = ("GPU" if self.world.device.type == "cuda" else "CPU rank") + "s" * (self.world.size > 1)
+        return f"{self.world.size} {kind} ({self.session.plan.summary()}) in {self.folder.path}"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.auto import choose
-from meshwright.auto.choose import JobPlan, plan_of_job
+from meshwright.auto import decide
+from meshwright.auto.decide import plan_of_job
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError, UserCodeError
@@ -57,7 +57,7 @@ def test_a_job_gets_a_plan_that_runs_and_does_not_change_the_numerics(batch: int
     assert named.variants() == []
     assert (named.plan, named.step_s, named.line) == (TWO_REPLICAS, pytest.approx(best.step_s), None)
     assert plan_of_job(JobParts(job), measured, Plan()).step_s is not None
-    assert plan_of_job(JobParts(job), unmeasured, TWO_REPLICAS) == JobPlan(TWO_REPLICAS)
+    assert plan_of_job(JobParts(job), unmeasured, TWO_REPLICAS).prediction is None
 
 
 def raising(error: Exception) -> Callable[..., Any]:
@@ -85,7 +85,7 @@ def raising(error: Exception) -> Callable[..., Any]:
 def test_without_a_prediction_the_line_says_why(
     name: str, function: Callable[..., Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choose, name, function)
+    monkeypatch.setattr(decide, name, function)
     chosen = plan_of_job(JobParts(toy_job()), cpu_cluster(2), "auto")
     assert (chosen.line or "").startswith(f"plan: {TWO_REPLICAS.summary()}, without a prediction: {words}")
     assert chosen.plan == TWO_REPLICAS
@@ -122,7 +122,7 @@ SHARDS = Plan.model_validate({"axes": {"shard": 2}, "compute": {"fused_optimizer
 
 def test_a_resumed_run_keeps_its_plan_and_searches_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("measured_search", "search_with_offload"):
-        monkeypatch.setattr(choose, name, lambda *_: pytest.fail("a plan is searched"))
+        monkeypatch.setattr(decide, name, lambda *_: pytest.fail("a plan is searched"))
     job = store_run(toy_job(), SHARDS, tmp_path)
     for resume in ("auto", str(tmp_path / "job-0001")):
         resumed = plan_of_job(JobParts(job), cpu_cluster(2), "auto", resume)

@@ -5,7 +5,9 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import yaml
 
+from meshwright.auto.decision import Decision
 from meshwright.auto.launched import PlanChooser
 from meshwright.job import Job, load_plan
 from meshwright.plan import Plan
@@ -37,9 +39,9 @@ def chosen_and_tuned(rank: int, size: int, cache: str, job: Job) -> tuple[Plan, 
     with patch.dict("os.environ", {"XDG_CACHE_HOME": cache}), patch.object(in_process, "_time_here", timed):
         found = Plan.model_validate({"axes": {"replicate": size}})
         if rank == 0:
-            found, _ = chooser(cpu_cluster(size), "never")
+            found = chooser(cpu_cluster(size), "never").plan
         plan = found if size == 1 else broadcast(found)
-        return chooser.tune(plan, world(rank, size)), timings
+        return chooser.tune(plan, world(rank, size)).plan, timings
 
 
 def broadcast(plan: Plan) -> Plan:
@@ -76,7 +78,7 @@ def test_a_plan_that_was_replaced_is_not_tuned(tmp_path: Path) -> None:
     chooser = PlanChooser(long_job())
     chooser(cpu_cluster(1), "never")
     other = Plan.model_validate({"memory": {"accumulation": 2}})
-    assert chooser.tune(other, world()) == other
+    assert chooser.tune(other, world()).plan == other
 
 
 @pytest.mark.parametrize("is_given", [False, True])
@@ -88,14 +90,16 @@ def test_the_tuned_plan_is_stored_with_the_run(monkeypatch: pytest.MonkeyPatch, 
         trained.extend([plan, load_plan(folder.plan)])
         return False
 
-    def tune(plan: Plan, _: World) -> Plan:
-        return fused
+    def tune(plan: Plan, _: World) -> Decision:
+        return Decision(fused, {"compute.fused_optimizer": "measured"})
 
     monkeypatch.setattr(launched, "train_rank", train_rank)
     monkeypatch.setattr(launched, "redirect", lambda *_: None)
     job = toy_job(output=str(tmp_path))
-    plan = Plan() if is_given else lambda *_: (Plan(), None)
+    plan = Plan() if is_given else lambda *_: Decision(Plan())
     heartbeat = launched.Heartbeat.in_memory()
     monkeypatch.setattr(heartbeat, "move_to", lambda *_: None)
     launched.train_in_world(job, plan, cpu_cluster(1), "never", world(), heartbeat, 0, tune=tune)
     assert trained == ([Plan(), Plan()] if is_given else [fused, fused])
+    reasons = [yaml.safe_load(file.read_text()) for file in tmp_path.glob("*/reasons.yaml")]
+    assert reasons == ([] if is_given else [{"compute.fused_optimizer": "measured"}])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.auto.choose import replicate_plan
+from meshwright.auto.decide import replicate_plan
 from meshwright.cli.ready_jobs import ready_jobs
 from meshwright.cluster.detect import find_cluster
 from meshwright.job import load_job

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-import meshwright.auto.choose
+import meshwright.auto.decide
 import meshwright.train.rank
 import meshwright.train.run
-from meshwright.auto.choose import JobPlan
+from meshwright.auto.decision import Decision
 from meshwright.cli.training import print_result
 from meshwright.errors import Stopped
 from meshwright.job import load_plan
@@ -57,7 +57,8 @@ def test_the_json_line_is_the_content_of_result_json(
         meshwright.train.rank.main()
 
     monkeypatch.setattr(meshwright.train.run, "launch", run_rank_here)
-    monkeypatch.setattr(meshwright.auto.choose, "plan_of_job", lambda *_: JobPlan(Plan(), 0.25))
+    monkeypatch.setattr(meshwright.auto.decide, "plan_of_job", lambda *_: Decision(Plan()))
+    monkeypatch.setattr(Decision, "step_s", 0.25)
     printed = last_json(run_command("train", "job.yaml", "--json", "--set", "train={steps: 1, global_batch: 30}"))
     assert printed == json.loads((folder / "runs" / "job-0001" / "result.json").read_text())
     assert (printed["run"], printed["predicted_step_s"]) == (str(folder.resolve() / "runs" / "job-0001"), 0.25)

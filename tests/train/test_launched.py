@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 
+from meshwright.auto.decision import Decision
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import detect_cpu, find_cluster
 from meshwright.errors import InputError, MeshwrightError, StorageError
@@ -18,6 +19,7 @@ from meshwright.plan_fields.groups import Axes
 from meshwright.processes.peer_connection import PeerLostError
 from meshwright.processes.world import World
 from meshwright.train import launched
+from meshwright.train.launched import ChoosePlan
 from tests.forking.forked import start
 from tests.ranks import RankPool
 from tests.train.one_process import TOY, toy_job, world
@@ -97,9 +99,9 @@ SHARDS = Plan(axes=Axes(shard=2))
 
 
 def agree_on_plan(rank: int, world_size: int, output: str) -> Plan:
-    def choose(cluster: Cluster, resume: str) -> tuple[Plan, str | None]:
+    def choose(cluster: Cluster, resume: str) -> Decision:
         assert (rank, cluster.device_count, resume) == (0, world_size, "auto")
-        return SHARDS, None
+        return Decision(SHARDS)
 
     run = launched._agree_on_run(toy_job(output=output), choose, detect_cpu(), "auto", world(rank, world_size))
     if run.locked_run:
@@ -113,18 +115,21 @@ def test_all_ranks_get_the_plan_that_rank_0_chooses(two: RankPool, tmp_path: Pat
 
 
 def test_ranks_that_the_cluster_does_not_describe_are_replicas(capsys: pytest.CaptureFixture[str]) -> None:
-    def choose(cluster: Cluster, resume: str) -> tuple[Plan, str | None]:
-        return Plan(axes=Axes(shard=cluster.device_count)), "plan: shards"
+    def choose(cluster: Cluster, resume: str) -> Decision:
+        return Decision(Plan(axes=Axes(shard=cluster.device_count)), line="plan: shards")
+
+    def chosen(given: ChoosePlan, cluster: Cluster, ranks: World) -> Axes:
+        return launched._choose(given, cluster, "auto", ranks)[0].axes
 
     one_machine = World(0, 0, 4, 4, 0, torch.device("cpu"), None)
     two_machines = World(0, 0, 4, 2, 0, torch.device("cpu"), None)
     described, unknown = find_cluster("2x2xA100-80GB"), find_cluster("2xcpu")
-    assert launched._choose(choose, unknown, "auto", one_machine) == Plan(axes=Axes(shard=4))
-    assert launched._choose(choose, described, "auto", two_machines) == Plan(axes=Axes(shard=4))
+    assert chosen(choose, unknown, one_machine) == Axes(shard=4)
+    assert chosen(choose, described, two_machines) == Axes(shard=4)
     assert capsys.readouterr().err == "plan: shards\n" * 2
-    assert launched._choose(choose, unknown, "auto", two_machines) == Plan(axes=Axes(replicate=4))
+    assert chosen(choose, unknown, two_machines) == Axes(replicate=4)
     assert "the cluster '2xcpu' does not describe them: describe them with --cluster" in capsys.readouterr().err
-    assert launched._choose(lambda *_: (Plan(), "one rank"), unknown, "auto", one_machine).axes == Axes(replicate=4)
+    assert chosen(lambda *_: Decision(Plan(), line="one rank"), unknown, one_machine) == Axes(replicate=4)
 
 
 @pytest.mark.soak

@@ -17,6 +17,7 @@ STEP_FILES = (
     "dtypes.py",
     "output_trees.py",
     "auto/choose.py",
+    "auto/decide.py",
     "blocks/**/*.py",
     "parallel/*.py",
     "parallel/chunked_loss/**/*.py",

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from meshwright.auto.choose import plan_of_job
+from meshwright.auto.decide import plan_of_job
 from meshwright.auto.inputs import planning_inputs
 from meshwright.bench.strategies.catalog import ALL_CORES, AUTO, HYBRID, ON_ONE_DEVICE
 from meshwright.cluster.cluster import Cluster

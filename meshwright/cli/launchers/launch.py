@@ -76,7 +76,7 @@ def launch(
     """Write the sbatch script, the Kubeflow TrainJob or the command that starts a job on several machines, with as many
     machines and ranks as its plan has. It is printed to stdout, or written to --output."""
     with phase("importing PyTorch"):
-        from meshwright.auto.choose import plan_of_job
+        from meshwright.auto.decide import plan_of_job
         from meshwright.cli.job_file import load_plain_job
         from meshwright.cluster.detect import find_cluster
         from meshwright.export.launch_files.layout import lay_out

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.plan_fields.constraints import FIELDS, NONE, Constraints, shown
-from meshwright.planner.constraints.no_effect import why_without_effect
+from meshwright.plan_rules.no_effect import why_without_effect
 from meshwright.planner.inputs import PlanningInputs
 
 # Fields that candidates choose. They are set in a plan only where they have no effect in it.

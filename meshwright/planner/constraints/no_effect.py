@@ -2,8 +2,7 @@
 
 from meshwright.plan import Plan
 from meshwright.plan_fields.constraints import FIELDS, Constraints
-from meshwright.plan_rules.no_effect import NO_EFFECT
-from meshwright.plan_rules.rule import first_that_refuses, names_of
+from meshwright.plan_rules.no_effect import why_without_effect
 
 
 def without_effect(plan: Plan, constraints: Constraints) -> dict[str, str]:
@@ -13,10 +12,3 @@ def without_effect(plan: Plan, constraints: Constraints) -> dict[str, str]:
         for name, value in constraints.fix.items()
         if value != FIELDS[name].default and (reason := why_without_effect(name, plan)) is not None
     }
-
-
-def why_without_effect(name: str, plan: Plan) -> str | None:
-    """Why the field has no effect in the plan, and what would give it one; None if it has."""
-    names = names_of(plan, {})
-    rule = first_that_refuses((NO_EFFECT[name],), names) if name in NO_EFFECT else None
-    return rule.message(names) if rule is not None else None

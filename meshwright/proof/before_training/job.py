@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from meshwright.auto.choose import plan_of_job
+from meshwright.auto.decide import plan_of_job
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError, MeshwrightError, UnequalPlan
 from meshwright.job import Job

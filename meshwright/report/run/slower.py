@@ -10,6 +10,8 @@ from typing import Any
 from meshwright.errors import InputError
 from meshwright.files.user_path import user_path
 from meshwright.numbers.units import seconds_text
+from meshwright.plan import Plan
+from meshwright.plan_fields.constraints import FIELDS, default_of, shown
 from meshwright.planner.questions.answer import Answer
 from meshwright.report.run.kinds import (
     COMPUTING,
@@ -24,6 +26,7 @@ from meshwright.report.run.kinds import (
     predicted_kinds,
 )
 from meshwright.report.run.record import read_run
+from meshwright.train.output.folder import read_reasons
 
 _SLOW = 1.1  # a rank whose own work takes this much longer than that of the others is named
 _OWN_WORK = (COMPUTING, FOR_DATA, OTHER)  # what a rank does without the others
@@ -122,9 +125,22 @@ def explain_run(folder: str | Path) -> Answer:
             f"Only {len(by_rank)} of {run.plan.world_size} ranks have recorded times, so waiting for the others counts"
             " as exchanging."
         )
+    if run.plan is not None:
+        values["reasons"] = read_reasons(run.folder)
+        sentences += _why_this_plan(run.plan, values["reasons"])
     if isinstance(based_on := prediction.get("based_on"), str):
         sentences.append(f"The prediction is based on constants of the hardware that are {based_on}.")
     return Answer("slower_run", ("a step", *KINDS, "whole step"), tuple(rows), tuple(sentences), values)
+
+
+def _why_this_plan(plan: Plan, reasons: Mapping[str, str]) -> list[str]:
+    """A sentence for each reason, with the fields of the plan that have it and another value than their default."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        group, _, own = name.partition(".")
+        if name in FIELDS and (value := getattr(getattr(plan, group), own)) != default_of(name):
+            by_reason.setdefault(reason, []).append(f"{name} {shown(value)}")
+    return [f"Why {', '.join(fields)}: {reason}." for reason, fields in by_reason.items()]
 
 
 def _sentences(predicted: Mapping[str, float], mean: Mapping[str, float], slow: Sequence[SlowRank]) -> list[str]:

@@ -153,19 +153,17 @@ class _ForwardWalk:
                     yield split.share.axis, layer, message
                 if split.kind in ("row", "embedding") and _is_divided_along_sequence(split, self._plan):
                     self.divided, self._tokens = True, split.tokens
-            experts = self._experts_of(layer) if self.divided else ""
-            if not self.divided or not visited.isdisjoint({layer, experts}):
+            experts = self._experts_of(layer) if self.divided else None
+            owner = layer if experts is None else experts
+            if not self.divided or owner in visited or (experts is not None and operator.kind != "matmul"):
                 continue
-            if not experts:
-                visited.add(layer)
-                yield from (("tensor", layer, message) for message in self._weight_messages(operator))
-            elif operator.kind == "matmul":
-                visited.add(experts)
-                yield from (("tensor", layer, message) for message in self._of_experts(operator, batch))
+            visited.add(owner)
+            of_layer = self._weight_messages(operator) if experts is None else self._of_experts(operator, batch)
+            yield from (("tensor", layer, message) for message in of_layer)
 
-    def _experts_of(self, layer: str) -> str:
-        """The module of experts in which a layer computes; empty for others."""
-        return next((name for name in enclosing_modules(layer) if name in self._experts), "") if self._experts else ""
+    def _experts_of(self, layer: str) -> str | None:
+        """The module of experts in which a layer computes; None for others."""
+        return next(filter(self._experts.__contains__, enclosing_modules(layer)), None) if self._experts else None
 
     def _of_experts(self, operator: Operator, batch: float) -> Iterator[TensorMessage]:
         """Every rank gathers the tokens of all, with the weights of their choices, and its experts compute all rows.

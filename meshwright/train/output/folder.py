@@ -2,6 +2,7 @@
 
 runs/mnist-0001/
   job.yaml plan.yaml    what is run, with absolute paths
+  reasons.yaml          why each field of the plan has its value (auto/decision.py)
   device.txt            the device that the plan was made for, such as `cuda NVIDIA H200`
   origin.json           the signature of both by the user who trained
   metrics.jsonl         one line per logged step or evaluation
@@ -26,8 +27,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+import yaml
+
 from meshwright.cluster.cluster import Cluster
-from meshwright.errors import InputError, StorageError
+from meshwright.errors import InputError, MeshwrightError, StorageError
 from meshwright.files.foreign import read_json
 from meshwright.files.regular_file import find_unsafe_entry
 from meshwright.files.storage import output_error, write_atomically, writing
@@ -36,6 +39,7 @@ from meshwright.files.yaml_file import parse_mapping
 from meshwright.job import Job
 from meshwright.plan import Plan
 from meshwright.train.output.origin import ORIGIN_FILE, origin_text, read_run_file
+from meshwright.user.code import printable
 
 # The fields that may change when a run is resumed: all that do not decide which model is trained on which data.
 MAY_CHANGE = {
@@ -85,6 +89,11 @@ class RunFolder:
     @property
     def plan(self) -> Path:
         return self.path / "plan.yaml"
+
+    @property
+    def reasons(self) -> Path:
+        """Why each field of the plan has its value."""
+        return self.path / "reasons.yaml"
 
     @property
     def device(self) -> Path:
@@ -173,13 +182,21 @@ def device_text(cluster: Cluster) -> str:
     return f"{cluster.kind} {cluster.nodes[0].device.name}\n"
 
 
-def write_job_and_plan(folder: RunFolder, job: Job, plan: Plan, cluster: Cluster | None = None) -> None:
-    """Writes the job and the plan that are about to run, and on which device of the cluster; signs job and plan if the
-    user has a key, and removes the result of an earlier run. If a new folder cannot take them, it is deleted."""
+def write_job_and_plan(
+    folder: RunFolder, job: Job, plan: Plan, cluster: Cluster | None = None, reasons: Mapping[str, str] | None = None
+) -> None:
+    """Writes the job and the plan that are about to run, on which device of the cluster, and the reasons for the plan's
+    fields, which stay if a run goes on with its plan; signs job and plan if the user has a key, and removes the result
+    of an earlier run. If a new folder cannot take them, it is deleted."""
     job_text, plan_text = job.to_yaml(), plan.to_yaml()
     origin = origin_text(job_text, plan_text)
     is_new = not folder.job.exists()
     try:
+        if is_new or not folder.plan.exists() or read_run_file(folder.plan) != plan_text:
+            with writing(folder.path):
+                folder.reasons.unlink(missing_ok=True)
+        if reasons and not folder.reasons.exists():
+            write_atomically(folder.reasons, yaml.safe_dump(dict(reasons), sort_keys=False, width=1000))
         write_atomically(folder.job, job_text)
         write_atomically(folder.plan, plan_text)
         if cluster is not None:
@@ -193,6 +210,15 @@ def write_job_and_plan(folder: RunFolder, job: Job, plan: Plan, cluster: Cluster
         if is_new:
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
+
+
+def read_reasons(folder: RunFolder) -> dict[str, str]:
+    """Why each field of the run's plan has its value, by name; empty if that is not known."""
+    try:
+        read = parse_mapping(read_run_file(folder.reasons), folder.reasons, "reasons")
+    except MeshwrightError:  # of a plan that was given to the run, or damaged
+        return {}
+    return {printable(str(name)): printable(str(reason)) for name, reason in read.items()}
 
 
 def write_page_values(folder: RunFolder, values: Mapping[str, Any]) -> None:

@@ -28,22 +28,23 @@ def tune_job(
     cluster: Cluster,
     step_s: float | None,
     notify: Callable[[str], None],
-) -> Plan:
-    """Returns the plan with the `compute` fields of the fastest of its variants. `step_s` are the predicted seconds of
-    a step; None if they are not known. `notify` is called with a line about what was measured, and one for each variant
-    that cannot be taken. Nothing is measured if the job says so (`tune`, `train.deterministic`), or if its plan divides
-    the model."""
+) -> tuple[Plan, str]:
+    """Returns the plan with the `compute` fields of the fastest of its variants, and a line that says what was measured
+    for it; an empty one if nothing was. `step_s` are the predicted seconds of a step; None if they are not known.
+    `notify` is called with this line, and with one for each variant that cannot be taken. Nothing is measured if the
+    job says so (`tune`, `train.deterministic`), or if its plan divides the model."""
     if not may_tune(parts.job, plan):
-        return plan
+        return plan, ""
     budget_s = budget_of_job(parts, step_s)
     is_long = budget_s >= _LEAST_S
     if not (is_long or plan.compute.compile != "none") or not (variants := make_variants()):
-        return plan
+        return plan, ""
     file = choice_file(plan, parts.model, parts.sample, others_of_job(parts.job, cluster))
     known = load_choice(file, budget_s)
     if known is not None and (kept := kept_plan(plan, variants, known.compute)) is not None:
-        notify(f"{known.line} (in an earlier run)")
-        return kept
+        line = f"{known.line} (in an earlier run)"
+        notify(line)
+        return kept, line
     with StepMeasurer(parts.job, plan, cluster) as measurer:
         compile_s = expected_compile_s(parts.model)
         choice = fastest_variant(plan, variants, measurer.measure, budget_s if is_long else 0.0, compile_s, notify)
@@ -51,7 +52,7 @@ def tune_job(
         notify(choice.line)
     if choice.is_measured:
         save_choice(file, KeptChoice(choice.plan.compute, choice.line, None if choice.is_complete else budget_s))
-    return choice.plan
+    return choice.plan, choice.line
 
 
 def may_tune(job: Job, plan: Plan) -> bool:

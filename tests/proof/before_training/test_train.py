@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from meshwright.auto import choose
-from meshwright.auto.choose import JobPlan
+from meshwright.auto import decide
+from meshwright.auto.decision import Decision
 from meshwright.cli.training import train_here
-from meshwright.errors import UnequalPlan
+from meshwright.errors import InputError, UnequalPlan
 from meshwright.job import Job, load_job
 from meshwright.plan import Plan
 from meshwright.proof.before_training import check
@@ -77,18 +77,18 @@ def test_auto_takes_the_next_best_plan(
     plant_fault(monkeypatch)
     job, fastest_first = job_in(tmp_path), [{"tensor": 2}, {"tensor": 2}, {"replicate": 2}]
 
-    def plan_of_job(parts: Any, cluster: Any, plan: Any, resume: str = "never", refuse: Any = None) -> JobPlan:
+    def plan_of_job(parts: Any, cluster: Any, plan: Any, resume: str = "never", refuse: Any = None) -> Decision:
         for axes in fastest_first:
             candidate = Plan.model_validate({"axes": axes})
             try:
                 if refuse is not None:
                     refuse(candidate)
-                return JobPlan(candidate)
-            except choose.InputError:
+                return Decision(candidate)
+            except InputError:
                 continue
         raise AssertionError
 
-    monkeypatch.setattr(choose, "plan_of_job", plan_of_job)
+    monkeypatch.setattr(decide, "plan_of_job", plan_of_job)
     monkeypatch.setattr("meshwright.proof.before_training.job.plan_of_job", plan_of_job)
     result = train_here(job, "auto", None, "auto", 0)
     lines = capfd.readouterr().err

@@ -5,11 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from meshwright.auto import decide
+from meshwright.auto.decision import Decision, reasons_of
+from meshwright.cli.training import train_here
 from meshwright.cluster.detect import find_cluster
 from meshwright.errors import Stopped
 from meshwright.job import Job, load_plan
 from meshwright.plan import Plan
+from meshwright.plan_fields.constraints import FIELDS
 from meshwright.train import run
 from meshwright.train.job_parts import JobParts
 from meshwright.train.tuning.job import tune_job
@@ -46,7 +51,9 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def tuned(job: Job, *, step_s: float | None = 0.1, plan: Plan = EAGER) -> tuple[Plan, list[str]]:
     lines: list[str] = []
-    return tune_job(plan, lambda: VARIANTS, JobParts(job), CPU, step_s, lines.append), lines
+    taken, line = tune_job(plan, lambda: VARIANTS, JobParts(job), CPU, step_s, lines.append)
+    assert line == (lines[-1] if lines else "")
+    return taken, lines
 
 
 def long_job(**sections: Any) -> Job:
@@ -116,8 +123,20 @@ def test_in_a_short_run_the_whole_model_is_compiled_if_the_search_compiles(monke
 # ---- runs
 
 
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search that finds the eager plan."""
+
+    def plan_of_job(*_: Any, **__: Any) -> Decision:
+        reasons = reasons_of(EAGER, "found", "found")
+        return Decision(EAGER, reasons, line="plan: one rank", variants=lambda: list(VARIANTS))
+
+    monkeypatch.setattr(decide, "plan_of_job", plan_of_job)
+
+
+@pytest.mark.usefixtures("searched")
 @pytest.mark.parametrize("tune", [True, 0])
-def test_a_run_is_trained_with_the_tuned_plan_which_is_stored_with_it(
+def test_a_run_is_trained_with_the_tuned_plan_which_is_stored_with_its_reasons(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], tune: float
 ) -> None:
     def no_ranks(*_: Any) -> None:
@@ -125,16 +144,21 @@ def test_a_run_is_trained_with_the_tuned_plan_which_is_stored_with_it(
 
     Measured(monkeypatch)
     monkeypatch.setattr(run, "launch", no_ranks)
-    job = long_job(tune=tune, output=str(tmp_path / "runs"))
     with pytest.raises(Stopped):
-        run.train(job, EAGER, CPU, note="plan: one rank", variants=lambda: VARIANTS)
+        train_here(long_job(tune=tune, output=str(tmp_path / "runs")), "auto", "1xcpu", "never", 0)
     (stored,) = tmp_path.glob("runs/*/plan.yaml")
     assert load_plan(stored) == (FUSED if tune else EAGER)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "plan: one rank"
-    assert [line.split(" in ")[0] for line in lines[1:]] == (["measured 3 variants"] if tune else [])
+    lines = lines[lines.index("plan: one rank") + 1 :]
+    assert [line.split(" in ")[0] for line in lines] == (["measured 3 variants"] if tune else [])
+    reasons = yaml.safe_load(stored.with_name("reasons.yaml").read_text())
+    assert list(reasons) == list(FIELDS)
+    assert reasons["axes.replicate"] == "found"
+    assert reasons["compute.fused_optimizer"] == (f"measured: {lines[0]}" if tune else "found")
+    assert reasons["modules.sequence"].startswith("has no effect in this plan, which has no tensor axis")
 
 
+@pytest.mark.usefixtures("searched")
 def test_a_run_that_is_stopped_while_it_is_tuned_leaves_no_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -143,5 +167,5 @@ def test_a_run_that_is_stopped_while_it_is_tuned_leaves_no_folder(
 
     monkeypatch.setattr(StepMeasurer, "measure", stopped)
     with pytest.raises(KeyboardInterrupt):
-        run.train(long_job(output=str(tmp_path / "runs")), EAGER, CPU, variants=lambda: VARIANTS)
+        train_here(long_job(output=str(tmp_path / "runs")), "auto", "1xcpu", "never", 0)
     assert not (tmp_path / "runs").exists()

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from meshwright.auto.choose import plan_of_job
+from meshwright.auto.decide import plan_of_job
 from meshwright.calibrate.probe import measure_machine
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import check_is_local, find_cluster
