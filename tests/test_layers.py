@@ -45,9 +45,8 @@ LEVELS = {
     "batch": 0,
     "doors": 0,
     "dtypes": 0,
-    "exchange": 0,
     "output_trees": 0,
-    "plain_values": 0,
+    "messages": 0,
     "progress": 0,
     "files": 0,
     "errors": 0,
@@ -77,7 +76,7 @@ FOLDERS = {
 ENTRY_POINTS = ("__init__", "__main__")  # they may import anything, and nothing may import them
 # The files of level 0 that other files of level 0 may import.
 SHARED_BY_LEVEL_0 = (
-    *("errors", "dtypes", "files", "numbers", "output_trees", "plain_values"),
+    *("errors", "dtypes", "files", "numbers", "output_trees"),
     *("doors", "plan_fields", "plan_rules", "user", "version"),
 )
 PREDICTING, EXECUTING = {"simulator", "planner"}, {"parallel", "checkpoint", "train"}

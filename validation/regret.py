@@ -29,8 +29,8 @@ from meshwright.cli.ready_jobs import find_job
 from meshwright.cluster.busy import OtherPrograms
 from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError
-from meshwright.exchange import broadcast_value
 from meshwright.job import Job, load_job
+from meshwright.messages.exchange import broadcast_value
 from meshwright.plan import Plan
 from meshwright.processes.world import join
 from meshwright.train.job_parts import JobParts

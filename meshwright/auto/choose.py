@@ -16,7 +16,7 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
 from meshwright.data.randomness import preserve_generators
 from meshwright.errors import InputError, MeshwrightError, NotPredictable
-from meshwright.exchange import broadcast_value
+from meshwright.messages.exchange import broadcast_value
 from meshwright.numbers.limits import check_count
 from meshwright.plan import Plan
 from meshwright.plan_fields.constraints import make_constraints

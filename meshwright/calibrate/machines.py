@@ -27,7 +27,7 @@ from meshwright.cluster.cores import usable_cores
 from meshwright.cluster.curves import rising
 from meshwright.cluster.detect import find_cluster
 from meshwright.cluster.gpus import driver_version
-from meshwright.exchange import all_gather_values, broadcast_value
+from meshwright.messages.exchange import all_gather_values, broadcast_value
 from meshwright.processes.network.machine import machine_name
 from meshwright.processes.world import World
 

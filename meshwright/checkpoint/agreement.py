@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from meshwright.errors import CheckpointError, InputError, MeshwrightError, StorageError
-from meshwright.exchange import all_gather_values, broadcast_value
+from meshwright.messages.exchange import all_gather_values, broadcast_value
 
 T = TypeVar("T")
 

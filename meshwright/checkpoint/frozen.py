@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from meshwright.checkpoint.chunks import Box, ChunkedTensor, chunks_of, local_value
 from meshwright.dtypes import torch_name
 from meshwright.errors import CheckpointError
-from meshwright.exchange import all_gather_values
+from meshwright.messages.exchange import all_gather_values
 from meshwright.parallel.weights.layout import local_tensor
 
 FROZEN = "frozen"  # the key of the object that describes the weights that were left out

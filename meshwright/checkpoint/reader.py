@@ -15,7 +15,7 @@ from meshwright.checkpoint.files import CheckpointFiles
 from meshwright.checkpoint.index import INDEX, Piece, check_places, parse_index
 from meshwright.checkpoint.manifest import Manifest, read_manifest, step_of
 from meshwright.errors import CheckpointError
-from meshwright.plain_values import DamagedValueError, from_json
+from meshwright.messages.plain_values import DamagedValueError, from_json
 
 
 class CheckpointReader:

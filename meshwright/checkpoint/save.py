@@ -59,7 +59,7 @@ from meshwright.checkpoint.writer import (
 )
 from meshwright.errors import CheckpointError, InputError, MeshwrightError
 from meshwright.files.storage import require_space, write_atomically, writing
-from meshwright.plain_values import from_json
+from meshwright.messages.plain_values import from_json
 
 WRITING = ".writing-"
 TRASH = ".trash-"

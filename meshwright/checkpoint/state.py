@@ -22,7 +22,7 @@ from meshwright.checkpoint.frozen import FROZEN
 from meshwright.checkpoint.index import SavedTensor
 from meshwright.dtypes import torch_name
 from meshwright.errors import CheckpointError, InputError
-from meshwright.exchange import all_gather_values
+from meshwright.messages.exchange import all_gather_values
 from meshwright.parallel.shard import reshard
 from meshwright.parallel.weights.layout import ParameterLayout, TiedLayout, axis_with_different_names, whole_shape
 from meshwright.parallel.weights.offload import host_copies, state_device

@@ -22,7 +22,7 @@ from meshwright.checkpoint.state import State
 from meshwright.dtypes import PIECE_ALIGNMENT, torch_name
 from meshwright.errors import CheckpointError
 from meshwright.files.storage import writing
-from meshwright.plain_values import NotPlainError, tensor_bytes, to_json
+from meshwright.messages.plain_values import NotPlainError, tensor_bytes, to_json
 
 _BLOCK = 2**22  # bytes that are written at once
 

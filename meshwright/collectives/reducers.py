@@ -15,7 +15,7 @@ from meshwright.collectives.shared_memory.reducer import SharedMemoryReducer
 from meshwright.collectives.shared_memory.segment import missing_on_this_system
 from meshwright.collectives.shared_memory.two_level import TwoLevelMemoryReducer, machines_of
 from meshwright.errors import InputError
-from meshwright.exchange import all_gather_values
+from meshwright.messages.exchange import all_gather_values
 from meshwright.numbers.units import bytes_text
 from meshwright.plan_fields.groups import Algorithm
 

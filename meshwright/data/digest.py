@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from meshwright.data.randomness import preserve_generators, seed_generators
 from meshwright.data.samples import dataset_size, name_of, read_first_samples, read_sample
 from meshwright.errors import InputError
-from meshwright.exchange import all_gather_values
+from meshwright.messages.exchange import all_gather_values
 
 
 def digest(value: Any) -> str:

@@ -26,7 +26,7 @@ from meshwright.data.mapped import MicrobatchDataset, MicrobatchKeys
 from meshwright.data.streams import read_stream
 from meshwright.data.workers import load_items
 from meshwright.errors import InputError
-from meshwright.exchange import broadcast_value
+from meshwright.messages.exchange import broadcast_value
 from meshwright.user.code import raise_user_code_error
 
 

@@ -29,7 +29,7 @@ from torch import nn
 from meshwright.blocks.compiler_settings import COMPILER_SETTINGS, WHOLE_ACROSS_DDP_BUCKETS
 from meshwright.blocks.failed_module import where_it_failed
 from meshwright.blocks.recompute import find_blocks
-from meshwright.exchange import all_gather_values
+from meshwright.messages.exchange import all_gather_values
 from meshwright.parallel.pipeline.compiled_stage import CompiledStage
 from meshwright.parallel.pipeline.remote_modules import RemoteModule, RemoteTensorError
 from meshwright.parallel.pipeline.stage import Stage

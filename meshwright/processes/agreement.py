@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import CollectiveError, InputError
-from meshwright.exchange import all_gather_values
+from meshwright.messages.exchange import all_gather_values
 from meshwright.processes.token.admission import describe_ranks
 from meshwright.processes.token.signed_store import read, read_many, write
 from meshwright.version import VERSION

@@ -12,9 +12,9 @@ import torch
 from meshwright.cluster.cores import usable_cores
 from meshwright.cluster.detect import detect, detect_cpu
 from meshwright.errors import InputError, RankError
-from meshwright.exchange import broadcast_value
 from meshwright.files.storage import output_error
 from meshwright.job import Job
+from meshwright.messages.exchange import broadcast_value
 from meshwright.plan import Plan
 from meshwright.plan_rules.table import check_rules
 from meshwright.processes.local.launch import RankSettings, launch

@@ -14,8 +14,8 @@ from meshwright import errors
 from meshwright.calibrate.machines import find_measured_machines
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError, MeshwrightError, OutOfMemory, UnequalPlan
-from meshwright.exchange import broadcast_value
 from meshwright.job import Job, load_plan
+from meshwright.messages.exchange import broadcast_value
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Axes
 from meshwright.processes.environment import Environment, read_environment

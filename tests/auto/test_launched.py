@@ -45,7 +45,7 @@ def chosen_and_tuned(rank: int, size: int, cache: str, job: Job) -> tuple[Plan, 
 
 
 def broadcast(plan: Plan) -> Plan:
-    from meshwright.exchange import broadcast_value
+    from meshwright.messages.exchange import broadcast_value
 
     return Plan.model_validate(broadcast_value(plan.model_dump(mode="json")))
 

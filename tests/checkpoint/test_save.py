@@ -19,7 +19,7 @@ from meshwright.checkpoint.manifest import MANIFEST, Manifest, write_manifest
 from meshwright.checkpoint.reader import open_checkpoint, plan_transfers, transfer, verify
 from meshwright.checkpoint.save import clear_unfinished, prune, save, save_at
 from meshwright.errors import CheckpointError, InputError, StorageError
-from meshwright.plain_values import tensor_bytes
+from meshwright.messages.plain_values import tensor_bytes
 
 STATE = {"model/weight": torch.arange(1000.0), "schedule": {"last_epoch": 3}, "optimizer_groups": []}
 

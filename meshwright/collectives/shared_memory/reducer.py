@@ -32,7 +32,7 @@ from meshwright.collectives.shared_memory.steps import (
 from meshwright.collectives.shared_memory.storages import SharedStorages
 from meshwright.collectives.torch_private import group_timeout_s
 from meshwright.errors import CollectiveError, InputError
-from meshwright.exchange import all_gather_values
+from meshwright.messages.exchange import all_gather_values
 
 Implementation = Literal["compiled", "python"]
 _DYING_S = 1.0  # the memory of a process that is being killed becomes unreachable a moment before the process is gone

@@ -18,7 +18,7 @@ from meshwright.collectives.shared_memory import segment
 from meshwright.collectives.shared_memory.reducer import SharedMemoryReducer
 from meshwright.collectives.threaded import ThreadedReducer
 from meshwright.errors import CollectiveError, InputError
-from meshwright.exchange import all_gather_values
+from meshwright.messages.exchange import all_gather_values
 
 
 class TwoLevelMemoryReducer(ThreadedReducer):

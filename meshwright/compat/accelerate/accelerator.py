@@ -33,7 +33,7 @@ from meshwright.compat.accelerate.shares import SharedBatches
 from meshwright.compat.accelerate.uneven_inputs import JoinedModel
 from meshwright.compat.plan_argument import PlanArgument
 from meshwright.errors import InputError
-from meshwright.exchange import all_gather_values
+from meshwright.messages.exchange import all_gather_values
 from meshwright.parallel.apply import apply
 from meshwright.parallel.clip import clip_values_
 from meshwright.plan import Plan

@@ -29,7 +29,7 @@ from meshwright.checkpoint.save import save_at
 from meshwright.checkpoint.state import State, model_state, optimizer_state
 from meshwright.compat.joined_optimizers import JoinedOptimizers
 from meshwright.errors import CheckpointError, InputError
-from meshwright.exchange import all_gather_values
+from meshwright.messages.exchange import all_gather_values
 
 FOLDER = "meshwright"  # inside the folder that `save_state` was given
 _OBJECT = "accelerate"

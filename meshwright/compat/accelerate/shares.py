@@ -23,7 +23,7 @@ from meshwright.compat.loaders import check_full_batch
 from meshwright.data.batch import SampleShare
 from meshwright.data.prepared import DividedBatches
 from meshwright.errors import InputError
-from meshwright.exchange import all_gather_values
+from meshwright.messages.exchange import all_gather_values
 from meshwright.plan import Plan
 from meshwright.plan_fields.shares import share_sizes
 

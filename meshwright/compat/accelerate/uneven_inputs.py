@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from meshwright.exchange import all_gather_values, broadcast_value
+from meshwright.messages.exchange import all_gather_values, broadcast_value
 from meshwright.parallel.replicate.gradient_averaging import GradientAverager
 
 

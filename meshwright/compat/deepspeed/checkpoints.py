@@ -19,9 +19,9 @@ from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.compat.deepspeed.settings import DTYPES
 from meshwright.compat.deepspeed_config.config import DeepSpeedConfig, Precision
 from meshwright.errors import CheckpointError, InputError
-from meshwright.exchange import broadcast_value
 from meshwright.files.storage import write_atomically
-from meshwright.plain_values import NotPlainError, to_text
+from meshwright.messages.exchange import broadcast_value
+from meshwright.messages.plain_values import NotPlainError, to_text
 from meshwright.train.session import Session
 
 _COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps")

@@ -19,7 +19,7 @@ from meshwright.compat.loaders import check_full_batch, loader_like
 from meshwright.data.batch import SampleShare
 from meshwright.data.prepared import DividedBatches
 from meshwright.errors import InputError
-from meshwright.exchange import all_gather_values
+from meshwright.messages.exchange import all_gather_values
 from meshwright.train.drive.driver import loss_weight
 
 

@@ -46,7 +46,7 @@ from meshwright.compat.lightning.shares import BatchShare, ShareLoader, SharesOf
 from meshwright.compat.plan_argument import PlanArgument
 from meshwright.data.prepared import PreparedShare
 from meshwright.errors import InputError
-from meshwright.exchange import all_gather_values
+from meshwright.messages.exchange import all_gather_values
 from meshwright.plan import Plan
 from meshwright.processes.torch_private import add_gloo_for_cpu_tensors
 from meshwright.train.drive.driver import Driver

@@ -13,8 +13,8 @@ from meshwright.cluster.detect import find_cluster
 from meshwright.compat.ray.notes import RunNotes
 from meshwright.compat.ray.request import WorkerRequest
 from meshwright.errors import InputError, MeshwrightError, RankError
-from meshwright.exchange import broadcast_value
 from meshwright.job import Job
+from meshwright.messages.exchange import broadcast_value
 from meshwright.plan import Plan
 from meshwright.processes.agreement import agree, versions
 from meshwright.processes.environment import Environment, environment_variables

@@ -12,7 +12,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from meshwright.exchange import all_gather_values
+from meshwright.messages.exchange import all_gather_values
 from meshwright.parallel.differentiable_collectives import AxisGroup
 
 SKEWED = 3.0  # times the even share

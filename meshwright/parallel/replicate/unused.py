@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from meshwright.exchange import all_gather_values
+from meshwright.messages.exchange import all_gather_values
 from meshwright.parallel.branches.check import has_assigned_branches
 from meshwright.parallel.model import ParallelModel
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.errors import InputError
-from meshwright.exchange import all_gather_values, broadcast_value
+from meshwright.messages.exchange import all_gather_values, broadcast_value
+from meshwright.messages.plain_values import NotPlainError, to_text
 from meshwright.parallel.shard import reshard
 from meshwright.parallel.weights.layout import (
     ParameterLayout,
@@ -25,7 +26,6 @@ from meshwright.parallel.weights.layout import (
     gather_parameter,
     whole_shape,
 )
-from meshwright.plain_values import NotPlainError, to_text
 
 
 def full_state(

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import UnequalPlan
-from meshwright.exchange import broadcast_value
+from meshwright.messages.exchange import broadcast_value
 from meshwright.plan import Plan
 from meshwright.processes.world import World
 from meshwright.progress import phase, say

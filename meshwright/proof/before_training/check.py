@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from meshwright.data.randomness import preserve_generators
 from meshwright.errors import InputError, RankError, UnequalPlan
-from meshwright.exchange import broadcast_value
+from meshwright.messages.exchange import broadcast_value
 from meshwright.plan import Plan
 from meshwright.processes.world import World
 from meshwright.progress import phase, say

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright.exchange import broadcast_value
+from meshwright.messages.exchange import broadcast_value
 from meshwright.processes.heartbeat import Heartbeat
 from meshwright.processes.world import World
 from meshwright.proof.record.operators import OperatorRecorder, write_calls

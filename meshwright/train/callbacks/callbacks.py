@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from meshwright.errors import InputError
-from meshwright.exchange import all_gather_values
 from meshwright.job import Job
+from meshwright.messages.exchange import all_gather_values
 from meshwright.train.callbacks.run import CallbackRun
 from meshwright.train.step.divergence import LossReader
 from meshwright.user.call import build

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import InputError
-from meshwright.exchange import all_gather_values
+from meshwright.messages.exchange import all_gather_values
 from meshwright.parallel.model import ParallelModel
 
 HOOK = "the hook on "  # how the names of hooks begin, which only some ranks may have

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.errors import InputError
-from meshwright.exchange import all_gather_values
+from meshwright.messages.exchange import all_gather_values
 from meshwright.parallel.gather_samples import GatherSamples
 from meshwright.plan import Plan
 from meshwright.train.loss.loss import (

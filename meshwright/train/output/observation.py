@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.data.batch import Batch
+from meshwright.messages.plain_values import tensor_bytes
 from meshwright.parallel.model import ParallelModel
 from meshwright.parallel.weights.layout import gather_parameter, local_tensor
-from meshwright.plain_values import tensor_bytes
 from meshwright.train.step.batch import samples_in
 from meshwright.train.torch_private import DisableTorchFunction, tree_leaves
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.data.batch import Batch
-from meshwright.exchange import all_gather_values
 from meshwright.files.storage import replacing, writing
+from meshwright.messages.exchange import all_gather_values
 from meshwright.train.output.observation import (
     RankObservation,
     digest_samples,

@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from meshwright.errors import CollectiveError
-from meshwright.plain_values import DamagedValueError, from_text
+from meshwright.messages.plain_values import DamagedValueError, from_text
 from meshwright.train.servers.clocks import WorkerClocks
 from meshwright.train.servers.connections import Connection, Connections
 from meshwright.train.servers.messages import Instruction, ReportKind, WorkerReport

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.errors import CollectiveError
-from meshwright.exchange import from_bytes_tensor, to_bytes_tensor
+from meshwright.messages.exchange import from_bytes_tensor, to_bytes_tensor
 from meshwright.processes.torch_private import gloo_group
 
 

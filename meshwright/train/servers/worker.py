@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshwright.data.loading import Batch, SampleShare
 from meshwright.errors import CollectiveError
-from meshwright.exchange import to_bytes_tensor
+from meshwright.messages.exchange import to_bytes_tensor
 from meshwright.plan import Plan
 from meshwright.processes.peer_connection import (
     ConnectToStore,

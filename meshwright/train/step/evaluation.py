@@ -12,7 +12,7 @@ from torch import Tensor
 from meshwright.batch import ModelBatch
 from meshwright.data.loading import LoadingOptions, Microbatch, SampleShare, eval_batches
 from meshwright.errors import InputError
-from meshwright.exchange import all_gather_values
+from meshwright.messages.exchange import all_gather_values
 from meshwright.parallel.gather_samples import GatherSamples
 from meshwright.parallel.model import ParallelModel
 from meshwright.train.loss.loss import Loss, over_all_ranks

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import InputError, did_you_mean
-from meshwright.exchange import all_gather_values
+from meshwright.messages.exchange import all_gather_values
 from meshwright.parallel.model import ParallelModel
 from meshwright.parallel.weights.offload import state_device
 from meshwright.plan import Plan

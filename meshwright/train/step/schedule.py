@@ -7,8 +7,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright.errors import InputError
-from meshwright.exchange import broadcast_value
 from meshwright.job import Job
+from meshwright.messages.exchange import broadcast_value
 from meshwright.train.metrics import evaluated_value
 from meshwright.train.step_runner import StepRunner
 from meshwright.user.call import build

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from meshwright.data.randomness import preserve_generators
-from meshwright.exchange import all_gather_values
+from meshwright.messages.exchange import all_gather_values
 from meshwright.plan import Plan
 from meshwright.processes.world import World
 from meshwright.train.session import Session

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.exchange import broadcast_value
+from meshwright.messages.exchange import broadcast_value
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Compute
 from meshwright.processes.world import World

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from meshwright.data.order import permutation
 from meshwright.errors import CollectiveError
-from meshwright.plain_values import to_text
+from meshwright.messages.plain_values import to_text
 from meshwright.processes.peer_connection import PeerConnection
 from meshwright.train.servers.clocks import WorkerClocks
 from meshwright.train.servers.connections import Connection

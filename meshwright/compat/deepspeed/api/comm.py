@@ -29,7 +29,7 @@ from torch.distributed import (  # noqa: F401  (scripts import them from here)
     send,
 )
 
-from meshwright.exchange import all_gather_values, broadcast_value
+from meshwright.messages.exchange import all_gather_values, broadcast_value
 from meshwright.processes.network.own_user import admit_own_user_only
 from meshwright.processes.world import is_launched, join
 

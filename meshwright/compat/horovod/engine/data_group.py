@@ -17,7 +17,7 @@ from meshwright.collectives.shared_memory.segment import this_process
 from meshwright.collectives.shared_memory.steps import TYPES
 from meshwright.compat.horovod.engine.torch_private import RawGroup
 from meshwright.errors import InputError
-from meshwright.plain_values import from_text, to_text
+from meshwright.messages.plain_values import from_text, to_text
 
 _LARGEST_BUFFER_BYTES = 64 * 2**20
 _WIDER = {torch.int32: torch.int64, torch.int16: torch.int64, torch.int8: torch.int64, torch.uint8: torch.int64}

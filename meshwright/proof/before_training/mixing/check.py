@@ -9,7 +9,7 @@ import torch
 
 from meshwright.batch import WHOLE_BATCH
 from meshwright.errors import MixedSamples
-from meshwright.exchange import broadcast_value
+from meshwright.messages.exchange import broadcast_value
 from meshwright.plan import Plan
 from meshwright.processes.world import World
 from meshwright.progress import phase

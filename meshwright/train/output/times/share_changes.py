@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from meshwright.exchange import broadcast_value
 from meshwright.files.storage import write_atomically, writing
+from meshwright.messages.exchange import broadcast_value
 from meshwright.plan_fields.shares import describe_shares, share_sizes
 from meshwright.train.session import Session
 from meshwright.train.shares.adaptive import ShareDecision

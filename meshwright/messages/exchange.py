@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.plain_values import from_text, to_text
+from meshwright.messages.plain_values import from_text, to_text
 
 
 def all_gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshwright.plain_values import (
+from meshwright.messages.plain_values import (
     _READERS,
     _TORCH_DTYPES,
     DamagedValueError,
@@ -164,7 +164,7 @@ class OtherTensor(Tensor):
     pass
 
 
-HERE = "tests.test_plain_values"
+HERE = "tests.messages.test_plain_values"
 
 
 @pytest.mark.parametrize(

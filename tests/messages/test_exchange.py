@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.exchange import all_gather_values, broadcast_value, from_bytes_tensor, to_bytes_tensor
-from meshwright.plain_values import DamagedValueError, NotPlainError
+from meshwright.messages.exchange import all_gather_values, broadcast_value, from_bytes_tensor, to_bytes_tensor
+from meshwright.messages.plain_values import DamagedValueError, NotPlainError
 from tests.ranks import RankPool, ranks
 
 

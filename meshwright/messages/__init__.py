@@ -1,0 +1,1 @@
+"""Plain values as JSON, without pickles, in files and between ranks."""
