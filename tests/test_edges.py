@@ -246,5 +246,5 @@ def test_what_is_allowed_is_accepted(tmp_path: Path) -> None:
     (package / "compat" / "accelerate" / "settings.py").write_text("import accelerate\na.variables_of('ACCELERATE_')")
     (package / "train" / "run.py").write_text("import array\nraise InputError('ray is no word: a transformers model')")
     (package / "doors.py").write_text("def late():\n    import torch")
-    (package / "batch.py").write_text("import numpy\nnumpy.load(a)")
+    (package / "dtypes.py").write_text("import numpy\nnumpy.load(a)")
     assert edge_problems(package) == []

@@ -19,12 +19,12 @@ from typing import Literal, Protocol
 from meshwright.auto.decision import WRITTEN, Decision, reasons_of
 from meshwright.auto.inputs import planning_data, planning_inputs
 from meshwright.auto.tuned import variants_of
-from meshwright.batch import split_batch
 from meshwright.cluster.busy import busy_sentence
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import check_is_local
 from meshwright.errors import InputError, MeshwrightError, UnequalPlan, UserCodeError
 from meshwright.job import Job, load_plan
+from meshwright.model_io.batch import split_batch
 from meshwright.parallel.tensor.dimension_partition import dimension_partition_plan
 from meshwright.plan import Plan
 from meshwright.plan_fields.constraints import Constraints

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.batch import target_key
 from meshwright.calibrate.probe import measure_machine
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError, MeshwrightError
+from meshwright.model_io.batch import target_key
 from meshwright.parallel.check import checker_of_structure
 from meshwright.plan import Plan
 from meshwright.plan_fields.constraints import NONE, Constraints, make_constraints

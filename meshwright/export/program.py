@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.utils.data import Subset
 
-from meshwright.batch import ModelBatch, split_batch
 from meshwright.data.loading import LoadingOptions, SampleShare, eval_batches
 from meshwright.errors import InputError, StorageError
 from meshwright.files.storage import writing
 from meshwright.job import Job
+from meshwright.model_io.batch import ModelBatch, split_batch
 from meshwright.parallel.attention_fastpath import without_attention_fastpath
 from meshwright.train.build import build_loading
 

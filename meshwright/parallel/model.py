@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.batch import ModelBatch, at_least_fp32
 from meshwright.blocks.borrowed_samples import borrowed_samples
 from meshwright.blocks.power_iteration import power_iterations, without_power_iteration
 from meshwright.collectives.small_sums import SmallSums
+from meshwright.model_io.batch import ModelBatch, at_least_fp32
 from meshwright.parallel import shard
 from meshwright.parallel.attention_fastpath import without_attention_fastpath
 from meshwright.parallel.backward_wait import run_backward

@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.blocks.recompute import find_blocks
 from meshwright.collectives.wait_clock import WAIT_CLOCK
-from meshwright.output_trees import register_dataclasses
+from meshwright.model_io.output_trees import register_dataclasses
 from meshwright.parallel.expert.divide import divided_layers, divided_parameters, expert_placement
 from meshwright.parallel.mesh import has_axis, joined_axes
 from meshwright.parallel.pipeline.check import shared_between_stages_error

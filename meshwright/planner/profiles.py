@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from meshwright.batch import target_key
 from meshwright.blocks.recompute import Recompute
+from meshwright.model_io.batch import target_key
 from meshwright.profile.experts import balances_experts
 from meshwright.profile.structure.model_structure import ModelStructure
 from meshwright.profile.tracing.real_steps import trace_or_measure_profile

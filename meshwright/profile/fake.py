@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from meshwright.batch import listed_samples, take_listed
 from meshwright.blocks.kept_results import kept_results
 from meshwright.errors import InputError
-from meshwright.output_trees import register_dataclasses
+from meshwright.model_io.batch import listed_samples, take_listed
+from meshwright.model_io.output_trees import register_dataclasses
 from meshwright.profile.experts import route_evenly
 from meshwright.profile.grouped_products import traced_grouped_product
 from meshwright.profile.torch_private import DataDependentOutputException, FakeTensorMode, tree_leaves, tree_map

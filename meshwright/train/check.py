@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.batch import split_batch, target_key
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError
 from meshwright.files.trust import environment_key
 from meshwright.job import Job
+from meshwright.model_io.batch import split_batch, target_key
 from meshwright.numbers.limits import MOST_RANKS_HERE, MOST_RANKS_PER_CORE
 from meshwright.parallel.check import check_cast, check_sparse, checker_of_structure, needs_structure
 from meshwright.parallel.tensor.dimension_partition import check_dimension_partition

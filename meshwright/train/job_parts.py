@@ -8,9 +8,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from meshwright.batch import target_key
 from meshwright.errors import MeshwrightError, ModelConstructorError
 from meshwright.job import Job
+from meshwright.model_io.batch import target_key
 from meshwright.profile.structure.model_structure import ModelStructure
 from meshwright.train.build import build_data, construct_model, freeze, sample_batch
 

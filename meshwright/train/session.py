@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from meshwright.batch import ModelBatch, target_key
 from meshwright.blocks.sync_batch_norm import normalize_locally
 from meshwright.checkpoint.frozen import without_frozen
 from meshwright.checkpoint.load import load, read_manifest_once
@@ -19,6 +18,7 @@ from meshwright.checkpoint.state import State, model_state, optimizer_state
 from meshwright.data.loading import Batch, LoadingOptions, SampleShare, StreamState, train_batches
 from meshwright.data.prepared import refuse_loader
 from meshwright.errors import InputError
+from meshwright.model_io.batch import ModelBatch, target_key
 from meshwright.parallel.apply import FillWeights, apply
 from meshwright.parallel.check import check_sparse
 from meshwright.parallel.gather_samples import GatherSamples

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.auto.inputs import planning_inputs
-from meshwright.batch import split_batch
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
 from meshwright.job import load_job
+from meshwright.model_io.batch import split_batch
 from meshwright.parallel.apply import apply
 from meshwright.parallel.model import ParallelModel
 from meshwright.plan import Plan

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.batch import ModelBatch, at_least_fp32
 from meshwright.blocks.convolutions import NnpackConvolution
+from meshwright.model_io.batch import ModelBatch, at_least_fp32
 from meshwright.parallel.apply import apply
 from meshwright.plan import Plan
 from tests.ranks import run_ranks

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from meshwright.batch import split_batch
 from meshwright.job import Job, load_job
+from meshwright.model_io.batch import split_batch
 from meshwright.train.build import build_data, build_metrics, construct_model
 from meshwright.train.loss.loss import classify_loss
 from meshwright.train.metrics import MetricTotals

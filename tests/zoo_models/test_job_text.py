@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.batch import split_batch
 from meshwright.errors import InputError
 from meshwright.job import Job, load_job
+from meshwright.model_io.batch import split_batch
 from meshwright.train.build import build_data, construct_model, sample_batch
 from meshwright.user.call import bind
 from meshwright.workloads.text.token_build import build_tokens

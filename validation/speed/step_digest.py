@@ -13,9 +13,9 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "meshwright"
 STEP_FILES = (
-    "batch.py",
+    "model_io/batch.py",
     "dtypes.py",
-    "output_trees.py",
+    "model_io/output_trees.py",
     "auto/choose.py",
     "auto/decide.py",
     "blocks/**/*.py",

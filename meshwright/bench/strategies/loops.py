@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from meshwright.batch import split_batch, target_key
 from meshwright.bench.threads import data_parallel
 from meshwright.data.batch import SampleShare
 from meshwright.data.loading import train_batches
 from meshwright.job import Job
+from meshwright.model_io.batch import split_batch, target_key
 from meshwright.parallel.precision import forward_precision, fp32_product_precision, register_casts
 from meshwright.plan import Plan
 from meshwright.processes.world import World

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.batch import split_batch
 from meshwright.compat.deepspeed.api.dataloader import RepeatingLoader
 from meshwright.compat.deepspeed.engine import DeepSpeedEngine
 from meshwright.compat.deepspeed.errors import CallError
 from meshwright.compat.deepspeed.pipe import PipelineModule
 from meshwright.compat.deepspeed_config.batch import CompleteSizes
 from meshwright.compat.deepspeed_config.config import DeepSpeedConfig
+from meshwright.model_io.batch import split_batch
 from meshwright.plan import Plan
 from meshwright.processes.world import World
 from meshwright.train.session import Session

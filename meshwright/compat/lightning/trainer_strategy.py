@@ -15,7 +15,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-from meshwright.batch import at_least_fp32
 from meshwright.compat.lightning.automatic_plan import check_before_training, choose_plan
 from meshwright.compat.lightning.checkpoint_folder import (
     is_checkpoint_folder,
@@ -47,6 +46,7 @@ from meshwright.compat.plan_argument import PlanArgument
 from meshwright.data.prepared import PreparedShare
 from meshwright.errors import InputError
 from meshwright.messages.exchange import all_gather_values
+from meshwright.model_io.batch import at_least_fp32
 from meshwright.plan import Plan
 from meshwright.processes.torch_private import add_gloo_for_cpu_tensors
 from meshwright.train.drive.driver import Driver

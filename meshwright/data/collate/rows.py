@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.batch import listed_samples
 from meshwright.data.samples import collate_samples
+from meshwright.model_io.batch import listed_samples
 
 Collate = Callable[[list[Any]], Any]
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.batch import ModelBatch, at_least_fp32
+from meshwright.model_io.batch import ModelBatch, at_least_fp32
 from meshwright.parallel.context.divide_model import SequenceDivision
 from meshwright.parallel.pipeline.runner import Buffers, ExecutedAction, ScheduleRunner
 from meshwright.parallel.pipeline.shape_inference import ShapeInference

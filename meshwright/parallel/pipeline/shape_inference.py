@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.batch import ModelBatch
 from meshwright.blocks.generation_cache import disable_generation_caches
+from meshwright.model_io.batch import ModelBatch
 from meshwright.parallel.context.divide_model import SequenceDivision
 from meshwright.parallel.pipeline.remote_modules import tensors_in
 from meshwright.parallel.pipeline.stage_dataflow import CallKey, StageDataflow, TensorPosition

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.batch import ModelBatch
 from meshwright.blocks.borrowed_samples import borrowed_samples
 from meshwright.errors import MeshwrightError
+from meshwright.model_io.batch import ModelBatch
 from meshwright.parallel.context.sequence_view import gather_sequence_views
 from meshwright.parallel.pipeline.remote_modules import ActiveForward, StageForward, StageTransfers, positions_by_call
 from meshwright.parallel.pipeline.shape_inference import InferredShapes, ShapeInference

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.batch import at_least_fp32
 from meshwright.blocks.borrowed_samples import counts_samples_itself, is_borrowed
+from meshwright.model_io.batch import at_least_fp32
 from meshwright.parallel.torch_private import AnyBatchNorm
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

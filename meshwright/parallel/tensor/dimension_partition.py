@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.batch import ModelBatch
 from meshwright.errors import InputError
+from meshwright.model_io.batch import ModelBatch
 from meshwright.parallel.differentiable_collectives import AxisGroup
 from meshwright.parallel.tensor.shard_view import ShardSpec, ShardView
 from meshwright.plan import Plan

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from meshwright.batch import ModelBatch, split_batch
 from meshwright.blocks.generation_cache import disable_generation_caches
 from meshwright.errors import InputError
+from meshwright.model_io.batch import ModelBatch, split_batch
 from meshwright.profile.equal_blocks import EqualBlocks, remove_skipped_blocks, skipped_blocks
 from meshwright.profile.fake import fake_batch, fake_model, reads_values
 from meshwright.profile.gpu_rules import GpuRules

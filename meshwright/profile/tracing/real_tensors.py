@@ -11,8 +11,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from meshwright.batch import listed_samples, take_listed
-from meshwright.output_trees import register_dataclasses
+from meshwright.model_io.batch import listed_samples, take_listed
+from meshwright.model_io.output_trees import register_dataclasses
 from meshwright.profile.fake import batch_size
 from meshwright.profile.gpu_rules import GpuRules
 from meshwright.profile.torch_private import FakeTensor, tree_leaves, tree_map

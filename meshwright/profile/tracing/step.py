@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.batch import at_least_fp32, find_model_value, split_batch, target_key
 from meshwright.dtypes import HALF_DTYPES
 from meshwright.errors import InputError
+from meshwright.model_io.batch import at_least_fp32, find_model_value, split_batch, target_key
 
 LossFunction = Callable[[Any, Any], Any]
 

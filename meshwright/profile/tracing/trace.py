@@ -16,11 +16,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.batch import target_key
 from meshwright.blocks.module_names import is_inside
 from meshwright.blocks.recompute import Recompute, find_blocks
 from meshwright.dtypes import torch_name
 from meshwright.errors import InputError
+from meshwright.model_io.batch import target_key
 from meshwright.profile.equal_blocks import EqualBlocks, find_equal_blocks, remove_skipped_blocks, skipped_blocks
 from meshwright.profile.experts import routed_experts
 from meshwright.profile.fake import (

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.batch import split_batch
 from meshwright.data.randomness import preserve_generators
+from meshwright.model_io.batch import split_batch
 from meshwright.profile.fake import FakeRules, batch_size, fake_batch, fake_model, one_sequence_per_row
 from meshwright.profile.torch_private import FakeTensorMode
 from meshwright.proof.before_training.reduction import Reduction, parameter_count, reduced_training

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.batch import at_least_fp32, find_model_value, split_batch
+from meshwright.model_io.batch import at_least_fp32, find_model_value, split_batch
 from meshwright.profile.fake import FakeRules, batch_size, fake_batch, fake_model, one_sequence_per_row
 from meshwright.profile.torch_private import FakeTensorMode
 from meshwright.proof.before_training.reduction import (

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.batch import WHOLE_BATCH, split_batch
 from meshwright.errors import InputError
-from meshwright.output_trees import register_dataclasses
+from meshwright.model_io.batch import WHOLE_BATCH, split_batch
+from meshwright.model_io.output_trees import register_dataclasses
 from meshwright.proof.torch_private import tree_leaves
 
 TARGET = "meshwright_target"  # the key of the target that is added to batches that are dicts

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.batch import target_key
+from meshwright.model_io.batch import target_key
 from meshwright.train.loss.loss import LossFunction
 
 

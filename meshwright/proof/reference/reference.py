@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from meshwright.batch import ModelBatch, at_least_fp32, split_batch, target_key
 from meshwright.blocks.power_iteration import power_iterations, without_power_iteration
 from meshwright.data.order import derive_seed
+from meshwright.model_io.batch import ModelBatch, at_least_fp32, split_batch, target_key
 from meshwright.parallel.weights.state import dense
 from meshwright.proof.reference.groups import GlobalBatch, Grouping, SampleGroup, global_batches
 from meshwright.proof.reference.lift_casts import LiftCasts

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from meshwright.batch import ModelBatch
 from meshwright.blocks.convolutions import use_nnpack
+from meshwright.model_io.batch import ModelBatch
 from meshwright.parallel.float8 import convert_linears_to_float8
 from meshwright.parallel.precision import (
     forward_precision,

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.batch import at_least_fp32
 from meshwright.errors import InputError
+from meshwright.model_io.batch import at_least_fp32
 from meshwright.parallel import shard
 from meshwright.parallel.attention_fastpath import without_attention_fastpath
 from meshwright.parallel.clip import clip_

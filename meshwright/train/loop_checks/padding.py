@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.batch import TARGET_KEYS, ModelBatch
 from meshwright.data.collate.dependence import BatchDependence, find_dependence
 from meshwright.data.collate.rows import take_rows
 from meshwright.data.loading import LoadingOptions, is_stream
 from meshwright.data.randomness import preserve_generators
 from meshwright.errors import InputError
+from meshwright.model_io.batch import TARGET_KEYS, ModelBatch
 from meshwright.parallel.model import ParallelModel
 from meshwright.train.loss.loss import Loss
 from meshwright.user.code import line_of_function

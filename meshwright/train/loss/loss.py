@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.batch import find_model_value
 from meshwright.errors import InputError
+from meshwright.model_io.batch import find_model_value
 from meshwright.numbers.limits import is_number
 from meshwright.plan import Plan
 from meshwright.plan_rules.table import check_rules

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.batch import split_batch
 from meshwright.blocks.block_state import BlockState
 from meshwright.blocks.power_iteration import power_iterations, without_power_iteration
-from meshwright.output_trees import register_dataclasses
+from meshwright.model_io.batch import split_batch
+from meshwright.model_io.output_trees import register_dataclasses
 from meshwright.profile.fake import FakeRules, fake_batch, fake_model, one_sequence_per_row
 from meshwright.profile.torch_private import FakeTensorMode
 from meshwright.profile.tracing.real_tensors import model_device

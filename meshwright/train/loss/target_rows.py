@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.batch import listed_samples, take_listed
+from meshwright.model_io.batch import listed_samples, take_listed
 from meshwright.train.loss.joined import count_rows
 from meshwright.train.torch_private import tree_map
 

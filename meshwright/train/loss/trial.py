@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from meshwright.batch import WHOLE_BATCH, split_batch
 from meshwright.errors import InputError
+from meshwright.model_io.batch import WHOLE_BATCH, split_batch
 from meshwright.profile.experts import find_expert_layers
 from meshwright.profile.tracing.real_tensors import model_device
 from meshwright.train.loss.cross_entropy import Count, CountedMean, CountTargets, FindIgnoredTargets

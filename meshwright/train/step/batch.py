@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.batch import listed_samples, take_listed
 from meshwright.blocks.image_layout import channels_last_format
 from meshwright.data.batch import Microbatch
 from meshwright.data.prepared import PreparedShare
 from meshwright.errors import InputError
-from meshwright.output_trees import register_dataclasses
+from meshwright.model_io.batch import listed_samples, take_listed
+from meshwright.model_io.output_trees import register_dataclasses
 from meshwright.plan import Plan
 from meshwright.train.torch_private import tree_map
 

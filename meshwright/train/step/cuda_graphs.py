@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.batch import ModelBatch
 from meshwright.blocks.failed_module import where_it_failed
+from meshwright.model_io.batch import ModelBatch
 from meshwright.train.step.batch import map_tensors, tensors_in
 from meshwright.train.step.graphs.capture import capture
 from meshwright.train.step.graphs.recomputed_randomness import RecomputedRandomness

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.batch import ModelBatch
 from meshwright.data.loading import LoadingOptions, Microbatch, SampleShare, eval_batches
 from meshwright.errors import InputError
 from meshwright.messages.exchange import all_gather_values
+from meshwright.model_io.batch import ModelBatch
 from meshwright.parallel.gather_samples import GatherSamples
 from meshwright.parallel.model import ParallelModel
 from meshwright.train.loss.loss import Loss, over_all_ranks

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from meshwright.batch import ModelBatch, split_batch
 from meshwright.blocks.borrowed_samples import borrowed_samples
 from meshwright.data.batch import Batch, Microbatch, SampleShare
 from meshwright.data.collate.dependence import BatchDependence
@@ -31,6 +30,7 @@ from meshwright.data.order import derive_seed
 from meshwright.data.prepared import PreparedLoader, PreparedShare, check_divisible, loading_of
 from meshwright.data.samples import check_undivided, is_hugging_face
 from meshwright.errors import InputError
+from meshwright.model_io.batch import ModelBatch, split_batch
 from meshwright.numbers.limits import is_number
 from meshwright.parallel.model import ParallelModel
 from meshwright.parallel.replicate.unused import UnusedParameters

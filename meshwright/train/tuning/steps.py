@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from meshwright.batch import listed_samples, take_listed
 from meshwright.errors import InputError
+from meshwright.model_io.batch import listed_samples, take_listed
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Memory, NumericsGroup
 from meshwright.train.session import Session

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.batch import at_least_fp32
 from meshwright.errors import InputError, did_you_mean
+from meshwright.model_io.batch import at_least_fp32
 from meshwright.workloads.text.experts import Mixture
 
 STD = 0.02  # standard deviation of GPT-2's initial weights

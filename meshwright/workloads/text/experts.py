@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.batch import at_least_fp32
 from meshwright.errors import InputError
+from meshwright.model_io.batch import at_least_fp32
 
 
 class Mixture(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import default_collate
 
-from meshwright.batch import split_batch
+from meshwright.model_io.batch import split_batch
 from meshwright.parallel.apply import apply
 from meshwright.parallel.branches.branches import RemoteBranch
 from meshwright.parallel.branches.pending import PendingTensor

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from meshwright.batch import ModelBatch, split_batch
+from meshwright.model_io.batch import ModelBatch, split_batch
 from meshwright.parallel.attention_fastpath import without_attention_fastpath
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.pipeline.pipeline import PipelineExecutor

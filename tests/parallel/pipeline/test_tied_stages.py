@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from meshwright.batch import ModelBatch
 from meshwright.errors import InputError
+from meshwright.model_io.batch import ModelBatch
 from meshwright.parallel.apply import apply
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.pipeline.check import check_pipeline

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from meshwright.batch import ModelBatch, split_batch
 from meshwright.errors import InputError
+from meshwright.model_io.batch import ModelBatch, split_batch
 from meshwright.profile.structure.cuts import BatchDimension, Cut
 from meshwright.profile.structure.structure import Structure, find_structure
 from meshwright.user.call import load

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from torch.utils.data import default_collate
 
-from meshwright.batch import WHOLE_BATCH
+from meshwright.model_io.batch import WHOLE_BATCH
 from meshwright.profile.structure.structure import find_structure
 from tests.proof.models.transformers_models import CASES, Samples
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.batch import split_batch
+from meshwright.model_io.batch import split_batch
 from meshwright.profile.structure.splits import ParameterSplit, SplitGroup
 from meshwright.profile.structure.structure import Structure, find_structure
 from meshwright.user.call import load

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from meshwright.batch import WHOLE_BATCH
 from meshwright.errors import InputError
+from meshwright.model_io.batch import WHOLE_BATCH
 from meshwright.parallel.check import check_plan
 from meshwright.plan import Plan
 from meshwright.proof.request import ProofRequest, UserModel

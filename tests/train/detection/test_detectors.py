@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import meshwright as mw
-from meshwright.batch import listed_samples, take_listed
 from meshwright.cluster.detect import find_cluster
 from meshwright.data.loading import LoadingOptions
 from meshwright.errors import InputError
 from meshwright.job import Job
+from meshwright.model_io.batch import listed_samples, take_listed
 from meshwright.plan import Plan
 from meshwright.proof.request import ProofRequest
 from meshwright.train.check import check_job

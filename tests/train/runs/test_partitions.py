@@ -36,7 +36,7 @@ def _model() -> nn.Module:
 def _plan(partition: str, ranks: int) -> Plan:
     if partition != "dimension":
         return Plan(axes=Axes(replicate=ranks))
-    from meshwright.batch import split_batch
+    from meshwright.model_io.batch import split_batch
 
     return dimension_partition_plan(_model(), split_batch([_rows()[0][0][None], _rows()[0][1][None]]), ranks)
 
@@ -94,7 +94,7 @@ def test_a_run_divided_by_sample_keeps_its_parts_on_fewer_ranks(tmp_path: Path) 
 
 
 def test_a_plan_that_does_not_fit_is_refused() -> None:
-    from meshwright.batch import split_batch
+    from meshwright.model_io.batch import split_batch
 
     example = split_batch([_rows()[:2][0], _rows()[:2][1]])
     with pytest.raises(InputError, match=r"inputs over the tensor axis, but the plan \(replicate 2"):

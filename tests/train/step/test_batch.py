@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.batch import split_batch
 from meshwright.errors import InputError
+from meshwright.model_io.batch import split_batch
 from meshwright.train.step.batch import move_to_device, samples_in, split_into_microbatches, tensors_in
 
 X, Y, Z = torch.zeros(4, 2), torch.ones(4), torch.full((4, 3), 2.0)

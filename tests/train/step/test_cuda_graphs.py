@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.batch import ModelBatch
+from meshwright.model_io.batch import ModelBatch
 from meshwright.train.step.cuda_graphs import Examples, StepGraphs
 from meshwright.train.step.graphs.step_state import HostRandomness, StepState
 

@@ -11,9 +11,9 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
-from meshwright.batch import split_batch
 from meshwright.errors import InputError
 from meshwright.job import Job, load_job
+from meshwright.model_io.batch import split_batch
 from meshwright.plan import Plan
 from meshwright.proof.proof import Proof
 from meshwright.proof.prove import prove_in_running_ranks

@@ -24,9 +24,9 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
-from meshwright.batch import split_batch, target_key
 from meshwright.data.order import permutation
 from meshwright.job import Job, load_job
+from meshwright.model_io.batch import split_batch, target_key
 from meshwright.processes.network.own_user import admit_own_user_only
 from meshwright.train.build import build_data, build_initialized_model, build_loading
 from meshwright.train.loss.loss import loss_from_model

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from meshwright.batch import WHOLE_BATCH
 from meshwright.errors import MixedSamples
 from meshwright.messages.exchange import broadcast_value
+from meshwright.model_io.batch import WHOLE_BATCH
 from meshwright.plan import Plan
 from meshwright.processes.world import World
 from meshwright.progress import phase

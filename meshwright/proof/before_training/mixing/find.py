@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.batch import ModelBatch, at_least_fp32, listed_samples, split_batch
 from meshwright.data.randomness import preserve_generators, seed_generators
+from meshwright.model_io.batch import ModelBatch, at_least_fp32, listed_samples, split_batch
 from meshwright.plan import Plan
 from meshwright.profile.fake import batch_size
 from meshwright.proof.before_training.digest import check_digest

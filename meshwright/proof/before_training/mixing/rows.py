@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.output_trees import register_dataclasses
+from meshwright.model_io.output_trees import register_dataclasses
 from meshwright.proof.torch_private import tree_leaves, tree_map
 
 _SEED = 0

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.batch import at_least_fp32
+from meshwright.model_io.batch import at_least_fp32
 
 
 @dataclass(frozen=True)

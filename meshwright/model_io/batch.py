@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from meshwright.dtypes import widen_half
 from meshwright.errors import InputError, did_you_mean
-from meshwright.output_trees import map_traced, register_dataclasses
+from meshwright.model_io.output_trees import map_traced, register_dataclasses
 
 TARGET_KEYS = ("target", "targets", "label", "labels")
 # Passed as the key of the target, this means that nothing is taken out of the batch before it goes into the model.
