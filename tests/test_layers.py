@@ -67,7 +67,7 @@ FOLDERS = {
     "planner": ("constraints", "unequal", "polish", "explanation", "questions"),
     "profile": ("structure", "tracing"),
     "proof": ("reference", "record", "compare", "causes", "before_training"),
-    "report": ("run", "plans", "benches", "questions"),
+    "report": ("run", "plans", "benches"),
     "simulator": ("compute", "tensor", "communication", "pipeline", "memory"),
     "train": ("shares", "loss", "loop_checks", "drive", "step", "output", "callbacks", "servers", "tuning"),
     "workloads": ("text", "images", "segmentation", "recommender", "physics"),

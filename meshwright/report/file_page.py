@@ -10,7 +10,7 @@ from meshwright.report.benches.page import bench_page, is_bench
 from meshwright.report.page import Page
 from meshwright.report.plans.page import plan_file_page, plan_page
 from meshwright.report.proof_page import proof_page
-from meshwright.report.questions.page import question_page
+from meshwright.report.question_page import question_page
 
 _LARGEST_BYTES = 64 * 2**20
 _ACCEPTED = (

@@ -205,7 +205,7 @@ def print_answer(answer: "Answer", html: Path | None, title: str, seconds: float
     values: dict[str, Any] = {**answer.to_dict(), "title": title, "seconds": seconds}
     if html is not None:
         from meshwright.report.page import write_page
-        from meshwright.report.questions.page import question_page
+        from meshwright.report.question_page import question_page
 
         write_page(question_page(values), html)
     if as_json:

@@ -19,7 +19,7 @@ from meshwright.planner.questions.largest_batch import largest_batches, largest_
 from meshwright.planner.questions.sweep import stops_paying, sweep, sweep_points
 from meshwright.planner.questions.variations import changed, read_sweep, varied
 from meshwright.report.page import render
-from meshwright.report.questions.page import question_page
+from meshwright.report.question_page import question_page
 from tests.planner.constraints.test_constraints import inputs_of, layers, tiny_decoder
 
 

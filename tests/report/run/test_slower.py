@@ -8,7 +8,7 @@ import pytest
 from meshwright.errors import InputError
 from meshwright.numbers.units import seconds_text
 from meshwright.report.page import Table, render
-from meshwright.report.questions.page import question_page
+from meshwright.report.question_page import question_page
 from meshwright.report.run.kinds import KINDS
 from meshwright.report.run.slower import explain_run, slow_ranks
 from meshwright.train.output.folder import RunFolder

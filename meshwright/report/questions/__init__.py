@@ -1,1 +1,0 @@
-"""Pages of answers to questions about plans."""
