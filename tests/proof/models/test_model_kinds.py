@@ -16,6 +16,8 @@ from tests.ranks import RankFailure, RankPool
 from tests.soaked import all_but
 
 QUICK = ("spectral norm", "symmetric", "custom function", "dataclass output", "deciding", "adapters")
+# Their layers are convolutions, which are split only where a plan names them, or compute their weights from others.
+WITHOUT_LAYERS_TO_SPLIT = ("timm convnext", "timm resnet", "weight norm", "spectral norm")
 WITH_SEQUENCES = (
     *("lora", "lora of all layers", "lora and a whole layer", "dora", "lora in bf16"),
     *("recomputing llama", "recomputing t5"),
@@ -64,10 +66,18 @@ def test_a_model_is_proved(two: RankPool, name: str, axis: str, tmp_path: Path) 
         if name != "deciding"
         for axis in PLANS
         if axis != "context" and (axis != "pipeline" or KINDS[name].cut)
+        if axis != "tensor" or name not in WITHOUT_LAYERS_TO_SPLIT
     ],
 )
 def test_a_model_is_proved_under_every_axis(two: RankPool, name: str, axis: str, tmp_path: Path) -> None:
     check_proof(two, name, axis, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", WITHOUT_LAYERS_TO_SPLIT)
+def test_ranks_that_would_all_compute_the_same_are_refused(two: RankPool, name: str, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="there is no layer to split, so its ranks would all compute the same"):
+        two.run(prove_kind, name, "tensor", tmp_path)
 
 
 @pytest.mark.soak
