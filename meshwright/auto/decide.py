@@ -88,8 +88,11 @@ def decide(
         except UnequalPlan as error:
             if plan != "auto" or check is None:
                 raise
+            other = plan_of_job(parts, cluster, "auto", refuse=check.refused)
+            if other.plan == decision.plan:  # nothing else can be predicted, or the job's data determine the plan
+                raise
             say(f"{error}; auto takes the next best plan")
-            decision = plan_of_job(parts, cluster, "auto", refuse=check.refused)
+            decision = other
     if decision.line:
         say(decision.line)
     with working_folder_kept():
@@ -188,14 +191,11 @@ def _searched(inputs: PlanningInputs, profiles: Profiles) -> Decision:
 
 def _reasons_of_search(result: SearchResult, constraints: Constraints) -> dict[str, str]:
     plan = result.ranked[0].plan
-    found = f"the fastest by prediction, with the other fields, of {result.candidate_count:,} plans"
+    found = f"as in the fastest of {result.candidate_count:,} plans, by prediction"
     return {
-        name: "fixed by the constraints"
-        if name in constraints.fixed
-        else "the default, which no search changes"
-        if name in UNSEARCHED
-        else reason
-        for name, reason in reasons_of(plan, found, found).items()
+        **reasons_of(plan, found, found),
+        **dict.fromkeys(UNSEARCHED, "the default, which no search changes"),
+        **dict.fromkeys(constraints.fixed, "fixed by the constraints"),
     }
 
 

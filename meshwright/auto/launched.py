@@ -7,6 +7,7 @@ from typing import Any
 from meshwright.auto.decide import CheckPlan, plan_of_job
 from meshwright.auto.decision import Decision
 from meshwright.cluster.cluster import Cluster
+from meshwright.errors import UnequalPlan
 from meshwright.job import Job
 from meshwright.plan import Plan
 from meshwright.processes.world import World
@@ -33,6 +34,11 @@ class PlanChooser:
         resumed = resume if self._chosen is None else "never"
         parts = JobParts(self._job)
         chosen = plan_of_job(parts, machines, "auto", resumed, self._refuse)
+        if self._chosen is not None and self._chosen[0].plan == chosen.plan:
+            raise UnequalPlan(
+                f"auto finds no other plan than {chosen.plan.summary()}, which does not train the same model as one"
+                " device: choose a plan with --plan"
+            )
         self._chosen = chosen, parts, machines
         return chosen
 

@@ -28,7 +28,7 @@ def test_the_search_changes_only_fields_that_it_is_said_to_change(cluster: str, 
     for name, reason in decision.reasons.items():
         group, _, own = name.partition(".")
         if getattr(getattr(decision.plan, group), own) != default_of(name):
-            assert reason.startswith("the fastest by prediction"), (name, reason)
+            assert reason.startswith("as in the fastest of "), (name, reason)
             assert name not in UNSEARCHED
 
 

@@ -9,6 +9,7 @@ import yaml
 
 from meshwright.auto.decision import Decision
 from meshwright.auto.launched import PlanChooser
+from meshwright.errors import UnequalPlan
 from meshwright.job import Job, load_plan
 from meshwright.plan import Plan
 from meshwright.processes.world import World
@@ -72,6 +73,13 @@ def test_jobs_that_are_not_tuned(tmp_path: Path, sections: dict[str, Any]) -> No
     plan, timings = chosen_and_tuned(0, 1, str(tmp_path), long_job(**sections))
     assert not plan.compute.fused_optimizer
     assert not timings
+
+
+def test_a_refused_plan_is_not_chosen_again() -> None:
+    chooser = PlanChooser(long_job(), refuse=lambda _: None)
+    plan = chooser(cpu_cluster(2), "never").plan
+    with pytest.raises(UnequalPlan, match=f"auto finds no other plan than {plan.summary()}"):
+        chooser(cpu_cluster(2), "never")
 
 
 def test_a_plan_that_was_replaced_is_not_tuned(tmp_path: Path) -> None:

@@ -71,6 +71,15 @@ def test_a_job_is_checked_once(
     assert "checked that" not in capfd.readouterr().err
 
 
+def test_auto_ends_if_there_is_no_other_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plant_fault(monkeypatch)
+    monkeypatch.setattr(decide, "plan_of_job", lambda *_, **__: Decision(TENSOR))
+    monkeypatch.setattr("meshwright.proof.before_training.job.plan_of_job", lambda *_, **__: Decision(TENSOR))
+    with pytest.raises(UnequalPlan):
+        train_here(job_in(tmp_path), "auto", None, "auto", 0)
+    assert not list((tmp_path / "runs").glob("*"))
+
+
 def test_auto_takes_the_next_best_plan(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
