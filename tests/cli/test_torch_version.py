@@ -17,7 +17,7 @@ LINE = (
 IMPORT_TORCH = "import sys, torch; torch.__version__ = type(torch.__version__)({!r});"
 REMOVE = "del torch.utils._pytree.tree_leaves;"  # meshwright/profile/torch_private.py imports it
 SCRIPT = "import meshwright as mw; mw.predict"
-COMMAND = "sys.argv[1:] = ['plan', 'linear', '--cluster', '2xcpu', '--json']; from meshwright.cli import main; main()"
+COMMAND = "sys.argv[1:] = ['plan', 'linear', '--cluster', '2xH100', '--json']; from meshwright.cli import main; main()"
 
 
 def run(torch_version: str, *code: str) -> subprocess.CompletedProcess[str]:
