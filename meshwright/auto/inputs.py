@@ -14,7 +14,7 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.model_io.batch import target_key
-from meshwright.parallel.check import checker_of_structure
+from meshwright.parallel.check import checker_of_plans
 from meshwright.plan import Plan
 from meshwright.plan_fields.constraints import NONE, Constraints, make_constraints
 from meshwright.plan_fields.effects import Numerics
@@ -128,7 +128,7 @@ def question_inputs(
 def _checker(
     structure: ModelStructure, optimizer: torch.optim.Optimizer | None, **facts: Any
 ) -> Callable[[Plan], None]:
-    check_structure, check_optimizer = checker_of_structure(structure, **facts), checker_of_optimizer(optimizer)
+    check_structure, check_optimizer = checker_of_plans(structure, **facts), checker_of_optimizer(optimizer)
 
     def check_plan(plan: Plan) -> None:
         check_optimizer(plan)

@@ -24,7 +24,7 @@ def _set() -> Callable[[], None]:
     return undo
 
 
-def _set_for_ddp() -> Callable[[], None]:
+def _turn_off_optimize_ddp() -> Callable[[], None]:
     before = torch._dynamo.config.optimize_ddp
     torch._dynamo.config.optimize_ddp = False
 
@@ -37,7 +37,7 @@ def _set_for_ddp() -> Callable[[], None]:
 COMPILER_SETTINGS = ProcessSetting(_set)
 # Makes the compiler leave functions whole that compute gradients of several DDP buckets. It cannot divide functions
 # that recompute activations.
-WHOLE_ACROSS_DDP_BUCKETS = ProcessSetting(_set_for_ddp)
+WHOLE_ACROSS_DDP_BUCKETS = ProcessSetting(_turn_off_optimize_ddp)
 
 
 def fill_caches() -> None:

@@ -66,7 +66,7 @@ class Machines:
 def find_measured_machines(world: World) -> Cluster | None:
     """The cluster of these machines, if it was measured before; None on ranks other than 0."""
     machines = _list_machines(world)
-    return load_machines(_identity(machines)) if world.rank == 0 else None
+    return load_machines(_cache_key(machines)) if world.rank == 0 else None
 
 
 def measure_machines(world: World) -> Machines | None:
@@ -85,7 +85,7 @@ def measure_machines(world: World) -> Machines | None:
         for machine, (bandwidth, latency) in zip(machines, [(0.0, 0.0), *links], strict=True)
     ]
     cluster = _cluster([Node.model_validate(nodes[first]) for first in firsts], links, curves)
-    save_machines(_identity(machines), cluster)
+    save_machines(_cache_key(machines), cluster)
     return Machines(tuple(described), cluster)
 
 
@@ -121,7 +121,7 @@ def _list_machines(world: World) -> list[Machine]:
     ]
 
 
-def _identity(machines: Sequence[Machine]) -> list[Any]:
+def _cache_key(machines: Sequence[Machine]) -> list[Any]:
     """What the result depends on, besides the machines' load."""
     return [[machine.host, len(machine.ranks), machine.device, machine.torch] for machine in machines]
 

@@ -77,16 +77,17 @@ class BackgroundSaver:
         examine: Callable[[Collection[str]], str | None] = lambda keys: None,
         published: Callable[[], None] = lambda: None,
     ) -> str | None:
-        """Copies the state, and starts to save it to the folder `final`. Rank 0 calls `prepare` first, and `published`
-        when the checkpoint has this name, in another thread. Each rank calls `examine` with the keys that it writes. If
-        that returns a text on any rank, nothing is saved, and all ranks return the first such text."""
+        """Copies the state, and begins to save it to the folder `final` in another thread; without copies, it is saved
+        when this returns. Rank 0 calls `prepare` first, and `published` once the checkpoint is complete. Each rank
+        calls `examine` with the keys that it writes. If that returns a text on any rank, nothing is saved, and all
+        ranks return the first such text."""
         assert self._thread is None, "finish has to be called first"
-        begin = time.perf_counter()
+        began = time.perf_counter()
         started = start_save(state, final, step, about, self._division, prepare)
         self._division = started.division
         write = partial(write_share, state=state, share=started.division.share)
 
-        def examine_and_copy() -> str | None:
+        def examine_and_copy() -> str | None:  # together, so that no rank saves if the copy of another one fails
             nonlocal write
             problem = examine(dict.fromkeys(piece[0] for piece in started.division.share.pieces))
             if problem is None and self._copies:
@@ -97,11 +98,11 @@ class BackgroundSaver:
             if problem is not None:
                 return str(problem)
         if not self._copies:
-            self._save(started, write, published, begin)
+            self._save(started, write, published, began)
             return None
         # A daemon, so that a rank that fails can exit; a run that ends waits for the thread.
         self._thread = threading.Thread(
-            target=self._save, args=(started, write, published, begin), name="checkpoint", daemon=True
+            target=self._save, args=(started, write, published, began), name="checkpoint", daemon=True
         )
         self._thread.start()
         return None

@@ -123,12 +123,12 @@ def check_places(index: Index, bytes_of_file: Callable[[str], int], folder: Path
 
 
 def any_overlap(boxes: Sequence[Box]) -> bool:
-    """Whether any two regions share an element. Regions are compared in the order of the dimension that divides them
-    most, and only with those that they may still share elements with, as a tensor may have thousands of them."""
+    """Whether any two regions share an element. A tensor may have thousands of regions, so not all pairs are compared:
+    along the dimension with the most different offsets, each region is compared with those that reach its offset."""
     filled = [box for box in boxes if all(box[1])]
     dims = range(len(filled[0][0])) if filled else ()
     dim = max(dims, key=lambda dim: len({offsets[dim] for offsets, _ in filled}), default=None)
-    if dim is None:
+    if dim is None:  # scalars, which have one element; or no region has any
         return len(filled) > 1
     near: list[Box] = []
     for box in sorted(filled, key=lambda box: box[0][dim]):

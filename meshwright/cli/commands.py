@@ -372,7 +372,7 @@ def main() -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             raise
-        # A `StorageError` names the files of a command, so this is what it prints, or a temporary file.
+        # Files that a command writes raise a `StorageError`: here it is what it prints, or a temporary file.
         name = error.filename or "the output of this command"
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # Python would try again to print what is left
         with suppress(OSError):

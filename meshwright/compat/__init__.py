@@ -13,5 +13,5 @@ def register_doors() -> None:
         register(
             "call", f"meshwright.deepspeed_config.schedules:{name}", f"{__name__}.deepspeed_config.schedules:{name}"
         )
-    register("job", "lightning", "meshwright.compat.lightning_job:job_of_module")
+    register("job", "lightning", "meshwright.compat.lightning_job:load_module_job")
     register("train", "meshwright.compat.lightning_job:configured_by_module", "meshwright.compat.lightning.run:train")

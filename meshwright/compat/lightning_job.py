@@ -15,9 +15,9 @@ _OPTIMIZER = "meshwright.compat.lightning_job:configured_by_module"
 MODULE_LOADERS = "meshwright.compat.lightning_job:loaders_of_module"
 
 
-def job_of_module(path: str | Path, settings: Sequence[str], *, has_data: bool) -> Job | None:
-    """Reads a job file without an optimizer as `load_job` does, and fills in what its LightningModule has: optimizer
-    and, if the file has none, data. Returns None if the model is no LightningModule."""
+def load_module_job(path: str | Path, settings: Sequence[str], *, has_data: bool) -> Job | None:
+    """Reads a job file that has no optimizer. It takes the optimizer from the LightningModule that the file names and,
+    if the file has no data, the data, too. Returns None if the model is no LightningModule."""
     filled = [f"optimizer.call={_OPTIMIZER}", *([] if has_data else [f"data.train.call={MODULE_LOADERS}"])]
     job = load_job(path, [*settings, *filled])
     return job if _is_lightning_module(load(job.model.call)) else None

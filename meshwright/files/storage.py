@@ -163,7 +163,7 @@ def _find_problem(
     if not any(isinstance(error, RuntimeError) for error in chain):
         return None
     # torch's writer of files raises a RuntimeError that does not contain the reason.
-    return _problem_of_state(path, needed, free_before)
+    return _present_problem(path, needed, free_before)
 
 
 def _numbers_of(error: BaseException) -> list[int]:
@@ -179,8 +179,9 @@ def _named_path(error: BaseException) -> Path | None:
     return Path(os.fsdecode(name)) if isinstance(name, str | bytes) else None
 
 
-def _problem_of_state(path: Path, needed: int | None, free_before: int | None) -> StorageError | None:
-    """Returns what is wrong with the disk or folder now; None if nothing is."""
+def _present_problem(path: Path, needed: int | None, free_before: int | None) -> StorageError | None:
+    """Returns what is wrong now with the folder of `path` or with its disk; None if nothing is. `free_before` are the
+    bytes that were free before they were written."""
     if not os.path.exists(path.parent):
         return _describe(errno.ENOENT, path, path, needed, free_before)
     disk = disk_of(path)

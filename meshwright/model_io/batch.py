@@ -73,7 +73,7 @@ def _whole_batch(data: Any) -> ModelBatch:
     return ModelBatch((data,), {}, data)
 
 
-def listed_samples(data: Any) -> int | None:
+def count_listed_samples(data: Any) -> int | None:
     """Returns the number of samples of a batch that has its samples in lists, because their sizes differ: one of its
     entries is a list of dicts, as the targets of a detector are. None for all other batches."""
     lists = [entry for entry in _entries(data) if type(entry) in (list, tuple)]
@@ -85,8 +85,8 @@ def listed_samples(data: Any) -> int | None:
 
 
 def take_listed(data: Any, indices: Sequence[int]) -> Any:
-    """Returns the samples with these indices, of a batch for which `listed_samples` is not None."""
-    size = listed_samples(data)
+    """Returns the samples with these indices, of a batch for which `count_listed_samples` is not None."""
+    size = count_listed_samples(data)
 
     def take(entry: Any) -> Any:
         if _is_list(entry):

@@ -33,15 +33,13 @@ def plan_checker(model: nn.Module, sample: Any, target: str | None = None) -> Ca
     """Returns a function that raises an `InputError` if a plan cannot run on the model, which may be on the meta
     device. To check many plans of one model this is faster than `check_plan`: the model's structure is found only
     once."""
-    return checker_of_structure(ModelStructure(model, sample, target))
+    return checker_of_plans(ModelStructure(model, sample, target))
 
 
-def checker_of_structure(structure: ModelStructure, **facts: Any) -> Callable[[Plan], None]:
+def checker_of_plans(structure: ModelStructure, **facts: Any) -> Callable[[Plan], None]:
     """Returns a function that raises an `InputError` if a plan cannot run on the model of this structure. The `facts`
     decide which rules hold (plan_rules/rule.py)."""
     model = structure.model
-
-    flow = structure.forward_pass
 
     @cache
     def is_sparse() -> bool:
@@ -56,10 +54,10 @@ def checker_of_structure(structure: ModelStructure, **facts: Any) -> Callable[[P
     def check_divisions(plan: Plan) -> None:
         """Checks what the structure of the model decides. A search asks about thousands of plans that differ in nothing
         that this depends on, so what was accepted is kept."""
-        key = _division_key(plan)
+        key = _division_key(plan)  # None: the plan names modules, so what it allows is not kept
         if key is not None and key in accepted:
             return
-        check_branches(plan, model, flow)
+        check_branches(plan, model, structure.forward_pass)
         check_structure(plan, model, structure_for(plan, structure))
         if key is not None:
             accepted.add(key)

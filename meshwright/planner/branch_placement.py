@@ -147,14 +147,15 @@ def rank_seconds(
     (forward, backward). `ranks` gives the rank of each branch module. If `split` is True, pieces outside of the
     branches are divided among the ranks."""
     shared_part, recomputed = (1 / tensor if split else 1.0), summary.recomputed_share(recompute)
-    rank_seconds = [[0.0, 0.0] for _ in range(tensor)]
+    seconds = [[0.0, 0.0] for _ in range(tensor)]
     for piece, (forward, backward) in zip(summary.pieces, summary.piece_seconds(batch), strict=True):
         backward += recomputed * forward if piece.recomputable else 0.0
         branch = _branch_of(piece, ranks)
-        for rank in range(tensor) if branch is None else (ranks[branch],):
-            rank_seconds[rank][0] += forward * (shared_part if branch is None else 1.0)
-            rank_seconds[rank][1] += backward * (shared_part if branch is None else 1.0)
-    return [(forward, backward) for forward, backward in rank_seconds]
+        own_ranks, part = (range(tensor), shared_part) if branch is None else ((ranks[branch],), 1.0)
+        for rank in own_ranks:
+            seconds[rank][0] += forward * part
+            seconds[rank][1] += backward * part
+    return [(forward, backward) for forward, backward in seconds]
 
 
 # ---- layers outside of the branches

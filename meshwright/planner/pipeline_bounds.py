@@ -91,9 +91,10 @@ class CompiledShares:
     _known: dict[int, float] = field(default_factory=dict)
 
     def share(self, candidate: Candidate) -> float:
-        """The share for a candidate, with the nearest microbatch; 1 if nothing of it is compiled."""
+        """The share for a candidate, with the nearest microbatch; 1 if nothing of its code can be compiled."""
         blocks = bool(self.summary.profile.blocks)
-        if len(compilations(candidate.sizes, candidate.recompute, self.inputs, blocks)) == 1:
+        choices = compilations(candidate.sizes, candidate.recompute, self.inputs, blocks)
+        if all(choice["compile"] == "none" and not choice["cuda_graphs"] for choice in choices):
             return 1.0
         return self._of(min(_SAMPLES, key=lambda samples: abs(samples - candidate.microbatch_samples)))
 

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.blocks.kept_results import kept_results
 from meshwright.errors import InputError
-from meshwright.model_io.batch import listed_samples, take_listed
+from meshwright.model_io.batch import count_listed_samples, take_listed
 from meshwright.model_io.output_trees import register_dataclasses
 from meshwright.profile.experts import route_evenly
 from meshwright.profile.grouped_products import traced_grouped_product
@@ -67,7 +67,8 @@ class FakeRules(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
-        if self._fixes_random_scalars and name == "rand" and list(args) in ([[]], [()]):
+        draws_scalar = name == "rand" and len(args) == 1 and args[0] in ([], ())
+        if self._fixes_random_scalars and draws_scalar:  # by which a model decides, as stochastic depth does
             return torch.tensor(0.5)
         if name in ("grouped_mm", "_grouped_mm"):
             return traced_grouped_product(args[0], args[1], args[2] if len(args) > 2 else kwargs["offs"])
@@ -102,7 +103,7 @@ _ASSUMED: dict[str, Callable[..., Any]] = {
 def batch_size(sample: Any) -> int:
     """Number of samples in a batch: the length of its lists of samples, or else the most frequent size of dimension 0
     among its tensors."""
-    listed = listed_samples(sample)
+    listed = count_listed_samples(sample)
     if listed:
         return listed
     register_dataclasses(sample)
@@ -116,7 +117,7 @@ def fake_batch(sample: Any, size: int, mode: FakeTensorMode) -> Any:
     """Returns the sample batch on fake tensors, with `size` samples. Tensors whose dimension 0 is not the batch keep
     their shape. Samples in lists keep their shapes, and are repeated in order."""
     sample_size = batch_size(sample)
-    is_listed = listed_samples(sample) is not None
+    is_listed = count_listed_samples(sample) is not None
     if is_listed:
         sample = take_listed(sample, [index % sample_size for index in range(size)])
 

@@ -12,7 +12,7 @@ from meshwright.files.trust import environment_key
 from meshwright.job import Job
 from meshwright.model_io.batch import split_batch, target_key
 from meshwright.numbers.limits import MOST_RANKS_HERE, MOST_RANKS_PER_CORE
-from meshwright.parallel.check import check_cast, check_sparse, checker_of_structure, needs_structure
+from meshwright.parallel.check import check_cast, check_sparse, checker_of_plans, needs_structure
 from meshwright.parallel.tensor.dimension_partition import check_dimension_partition
 from meshwright.plan import Plan
 from meshwright.plan_rules.table import check_rules
@@ -62,7 +62,7 @@ def check_job(job: Job, plan: Plan, cluster: Cluster, parts: JobParts | None = N
             plan, construct_model(job), split_batch(parts.sample, target_key(job.data.target, job.loss is not None))
         )
     if needs_structure(plan) or plan.memory.recompute == "selective" or plan.compute.compile != "none":
-        checker_of_structure(parts.structure)(plan)
+        checker_of_plans(parts.structure)(plan)
 
 
 def check_loss(job: Job, plan: Plan, parts: JobParts) -> None:

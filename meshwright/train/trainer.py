@@ -49,7 +49,7 @@ class Trainer:
     def __init__(
         self,
         job: Job,
-        session: StepRunner,
+        session: StepRunner,  # a Session, or the Server of a rank with parameter servers
         world: World,
         folder: RunFolder,
         heartbeat: Heartbeat,

@@ -15,7 +15,7 @@ from documentation.reference.rules import rules_page
 from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError
 from meshwright.job import load_plan
-from meshwright.parallel.check import checker_of_structure
+from meshwright.parallel.check import checker_of_plans
 from meshwright.plan import Plan
 from meshwright.plan_fields.constraints import FIELDS, make_constraints
 from meshwright.plan_fields.effects import choice
@@ -90,7 +90,7 @@ def fixing_all(plan: Plan, kind: str) -> PlanningInputs:
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_construction_fix_search_and_run_agree_about_random_plans(kind: str) -> None:
     draws, job = random.Random(45), toy_job()
-    check = checker_of_structure(structure(), device=kind)
+    check = checker_of_plans(structure(), device=kind)
     constructed = refused = accepted = 0
     for _ in range(1000):
         groups = random_groups(draws, CHOICES, draws.choice([0.02, 0.05, 0.1, 0.2]))
@@ -188,8 +188,8 @@ def test_a_new_field_is_refused_everywhere_by_one_row(monkeypatch: pytest.Monkey
     allowed = PlanWithX.model_validate({"axes": {"x": 2}})
     words = "axes.x is 2, with which nothing is recomputed"
     try:
-        assert words_of(checker_of_structure(structure()), plan) == words
-        assert words_of(checker_of_structure(structure()), allowed) is None
+        assert words_of(checker_of_plans(structure()), plan) == words
+        assert words_of(checker_of_plans(structure()), allowed) is None
         assert words_of(check_job, toy_job(), plan, find_cluster("8xcpu")) == words
         fixed = constrained(inputs_of(), make_constraints({"axes.x": 2, "memory.recompute": "full"}))
         assert words_of(check_inputs, fixed) == words

@@ -133,8 +133,9 @@ def _contestants(
 
 
 def _is_compared(strategy: str, cluster: Cluster, *, is_only_one: bool) -> bool:
-    """Whether a strategy is compared on this cluster. Strategies for one device are, on one device; the others on
-    several, unless there `is_only_one`, where they are listed with the reason why they cannot be run."""
+    """Whether a strategy is compared on this cluster. Strategies for one device are compared on one device, the others
+    on several. If no cluster has several devices (`is_only_one`), the others are listed on the one device, with the
+    reason why they cannot be run. `all_cores` is for CPUs."""
     if strategy in ON_ONE_DEVICE:
         return cluster.device_count == 1
     if strategy == ALL_CORES and cluster.kind != "cpu":
@@ -259,14 +260,9 @@ def _measure_once(
 
 
 def _rows(contestants: Sequence[_Contestant], global_batch: int, only_predict: bool) -> list[StrategyRow]:
-    singles = {c.precision: c for c in contestants if c.strategy == SINGLE}
-    first = next(iter(singles.values()), None)
-    rows = []
-    for contestant in contestants:
-        single = singles.get(contestant.precision) or first
-        assert single is not None
-        rows.append(_row(contestant, single, first or single, global_batch, only_predict))
-    return rows
+    baselines = {c.precision: c for c in contestants if c.strategy == SINGLE}
+    first = next(iter(baselines.values()))
+    return [_row(c, baselines.get(c.precision, first), first, global_batch, only_predict) for c in contestants]
 
 
 def _row(

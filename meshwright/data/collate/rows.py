@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.data.samples import collate_samples
-from meshwright.model_io.batch import listed_samples
+from meshwright.model_io.batch import count_listed_samples
 
 Collate = Callable[[list[Any]], Any]
 
@@ -27,7 +27,7 @@ def collate_rows(
 
 def has_rows(batch: Any, samples: int) -> bool:
     """Whether every tensor of a batch has one row for each sample, or no dimensions."""
-    if listed_samples(batch) is not None:
+    if count_listed_samples(batch) is not None:
         return False
     sizes = {len(tensor) for tensor in row_tensors(batch) if tensor.dim()}
     return sizes == {samples}

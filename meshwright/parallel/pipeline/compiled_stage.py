@@ -45,6 +45,8 @@ class CompiledStage:
 
     @contextmanager
     def _without_fake_parameters(self) -> Iterator[None]:
+        """Within this context, modules have tensors that the compiler can trace in the place of the fake tensors that
+        stand for the parameters of other stages. Those are attributes of modules, not registered parameters."""
         replaced = [
             (module.__dict__, name, value)
             for module in self._stage.model.modules()

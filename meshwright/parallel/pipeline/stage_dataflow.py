@@ -175,8 +175,8 @@ def _run_by_every_stage(model: nn.Module, pieces: ModulePieces, stages: list[int
     result_depends_on_weights: set[str] = set()  # of earlier pieces, so that not every stage could compute the result
     for place, name in enumerate(pieces.names):
         stages_of_piece.setdefault(name, set()).add(stages[place])
-        outputs = pieces.outputs[place].keys()
-        if any(pieces.depends_on_weights[root] for root in outputs) and outputs.isdisjoint(pieces.arguments[place]):
+        inputs, outputs = pieces.inputs_by_root[place], pieces.outputs_by_root[place].keys()
+        if any(pieces.depends_on_weights[root] for root in outputs) and outputs.isdisjoint(inputs):
             result_depends_on_weights.add(name)
     for name, stages_with_calls in stages_of_piece.items():
         has_parameters = any(True for _ in model.get_submodule(name).parameters())

@@ -2,9 +2,9 @@
 
 In this order: questions about shape or dtype are answered for the full tensor; matrix products, attention, embeddings
 and cross-entropy have rules of their own (products.py, vocabulary.py); functions that torch implements in Python are
-entered, so that the functions they call come here; every other function runs on the local tensors, as rules.py derives.
-Where none of this applies, shards of the sequence or of the vocabulary are gathered, and shards of features are an
-error that tells the user which module to leave whole.
+entered, so that the functions they call come here; every other function runs on the local tensors, as local_calls.py
+derives. Where none of this applies, shards of the sequence or of the vocabulary are gathered, and shards of features
+are an error that tells the user which module to leave whole.
 """
 
 import threading

@@ -58,7 +58,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         if weight.dim() != 2:
             return NotImplemented
         local_weight = weight.local_tensor
-        if weight.spec.shard.dim == 0:
+        if weight.spec.shard.dim == 0:  # its outputs are divided (column); otherwise its inputs (row)
             local_bias = None if bias is None else _local_bias(bias, weight)
             return _column(x, weight, 0, lambda inner: torch.nn.functional.linear(inner, local_weight, local_bias))
         return _row(x, weight, 1, lambda inner: torch.nn.functional.linear(inner, local_weight), bias)

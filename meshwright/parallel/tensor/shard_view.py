@@ -73,8 +73,8 @@ class ShardView(Tensor):
 
     `gathered_copy` caches the result of `full_tensor_for_sharded_work`, with whether gradients were enabled then, and
     the version of the local tensor.
-    `memory` is the `SharedMemory` (shared_memory.py) of views of this one, None if there are none. `stale_since` is the
-    line that has written into a view of this one which does not share its local memory, None if there is none.
+    `memory` is the `SharedMemory` (memory/) of views of this one, None if there are none. `stale_since` is the line
+    that has written into a view of this one which does not share its local memory, None if there is none.
     """
 
     local_tensor: Tensor

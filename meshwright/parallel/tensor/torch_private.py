@@ -26,6 +26,7 @@ def convert_arguments_outside_dispatch(convert: Callable[[Any], Any]) -> Callabl
     unwrap, originals = utils.unwrap_dead_wrappers, [getattr(module, name) for module, name in entries]
 
     def convert_and_unwrap(args: tuple[Any, ...]) -> Any:
+        # `torch.autograd.Function.apply` passes its arguments through this function, and its `cls` is the function.
         function = sys._getframe(1).f_locals.get("cls")
         return unwrap(args if _is_left_out(function) else convert(args))
 

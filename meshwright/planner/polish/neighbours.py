@@ -95,19 +95,25 @@ class Neighbours:
                 yield replace(moved, cast="operators") if sizes.shard == 1 else moved
 
     def _microbatches(self, point: Point) -> Iterator[Point]:
+        """The next microbatches and the largest one; in a pipeline, also other schedules with about this one."""
         candidate = point.candidate
-        series = self.like(candidate)
-        index = series.index(candidate) if candidate in series else 0
-        for step in (*_STEPS, len(series) - 1 - index):
-            if 0 <= index + step < len(series):
-                yield replace(point, candidate=series[index + step])
+        own_series = self.like(candidate)
+        index = own_series.index(candidate) if candidate in own_series else 0
+        to_the_last = len(own_series) - 1 - index
+        for step in (*_STEPS, to_the_last):
+            if 0 <= index + step < len(own_series):
+                yield replace(point, candidate=own_series[index + step])
         if candidate.sizes.pipeline > 1:
-            for series in self.series(candidate.sizes, candidate.precision):
-                if series[0].recompute == candidate.recompute:
-                    fields = {name: getattr(series[0], name) for name in ("schedule", "stages_per_rank")}
-                    for step in (0, -1, 1):
-                        if other := self.with_samples(candidate, step, **fields):
-                            yield replace(point, candidate=other)
+            yield from self._schedules(point)
+
+    def _schedules(self, point: Point) -> Iterator[Point]:
+        candidate = point.candidate
+        for series in self.series(candidate.sizes, candidate.precision):
+            if series[0].recompute == candidate.recompute:
+                fields = {name: getattr(series[0], name) for name in ("schedule", "stages_per_rank")}
+                for step in (0, -1, 1):
+                    if other := self.with_samples(candidate, step, **fields):
+                        yield replace(point, candidate=other)
 
     def _recomputes(self, point: Point) -> Iterator[Point]:
         for recompute in RECOMPUTES:

@@ -102,16 +102,17 @@ _NOT_MEASURED = Loading()
 def helpful_changes(
     result: SearchResult, inputs: PlanningInputs, profiles: Profiles, loading: Loading = _NOT_MEASURED
 ) -> list[Change]:
-    """The changes that make training faster, those with the largest gain first. None of them makes loading faster. The
-    fastest plan is compared with the fastest, because the first one may be preferred although it is a little slower."""
+    """The changes that make training faster, those with the largest gain first. Loading stays as slow as it is. A gain
+    is that of the fastest plan with the change over the fastest plan without it, not over the plan that is ranked
+    first, which may be preferred although it is a little slower."""
 
     def speed_of(batch: int, step_s: float) -> float:
         return batch / (step_s + loading.wait_s(batch, step_s))
 
     speed = speed_of(inputs.global_batch, min(priced.prediction.step_s for priced in result.ranked))
+    is_searched = result.seconds <= _SEARCH_S
     found = []
     for words, other in _changes(inputs):
-        is_searched = result.seconds <= _SEARCH_S
         steps = _ranked_steps(result, other, profiles)
         if is_searched:
             with suppress(InputError):  # no plan fits, or the batch cannot be divided

@@ -85,14 +85,15 @@ def _launching_process(rank_variable: str) -> str:
             break
         if not any(name.startswith(f"{rank_variable}=".encode()) for name in names):
             break
-        process = int(_status(process)[1])
-    return f"{process} {_status(process)[19]}"
+        process, _ = _parent_and_start(process)
+    _, start = _parent_and_start(process)
+    return f"{process} {start}"
 
 
-def _status(process: int) -> list[str]:
-    """Returns what the kernel says about a process from its state on: the parent is the second word, and the start time
-    the twentieth one."""
+def _parent_and_start(process: int) -> tuple[int, str]:
+    """The parent and the start time of a process; 0 and an empty text if the process is not known."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        from_state_on = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return ["", "0", *[""] * 18]
+        return 0, ""
+    return int(from_state_on[1]), from_state_on[19]

@@ -53,8 +53,9 @@ class JsonBackend(RendezvousBackend):
     def get_state(self) -> tuple[bytes, Token] | None:
         with self._lock:
             self._call(self._look)
+            # Whoever can reach the store may have deleted the key: what was there last is put back.
             if self._last is not None and not self._call(self._store.check, [_KEY]):
-                self._call(self._store.compare_set, _KEY, "", self._last)  # a stranger has deleted it
+                self._call(self._store.compare_set, _KEY, "", self._last)
             return self._decode(self._call(self._store.get, _KEY))
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:

@@ -183,7 +183,7 @@ def _needed_after_cut(pieces: ModulePieces, piece: int, boundary: int) -> _Neede
     for root in _live_values(pieces, boundary):
         if _is_only_argument(pieces, root, piece, boundary):
             users = _users_after(pieces, root, boundary)
-            received[root] = _Received(None, next(pieces.arguments[user][root] for user in users))
+            received[root] = _Received(None, next(pieces.inputs_by_root[user][root] for user in users))
         else:
             todo.append(root)
     seen = set(todo)
@@ -245,8 +245,8 @@ def _returned_value(pieces: ModulePieces, root: int, piece: int) -> _Received | 
     """The value as the earliest piece before the cut returned it, or None if no piece returned it. `piece` is the last
     piece before the cut."""
     for earlier in range(piece + 1):
-        if root in pieces.outputs[earlier]:
-            return _Received(earlier, pieces.outputs[earlier][root])
+        if root in pieces.outputs_by_root[earlier]:
+            return _Received(earlier, pieces.outputs_by_root[earlier][root])
     return None
 
 
@@ -268,7 +268,7 @@ def _is_only_argument(pieces: ModulePieces, root: int, piece: int, boundary: int
     ):
         return False
     users = _users_after(pieces, root, boundary)
-    is_passed = all(user >= 0 and root in pieces.arguments[user] for user in users)
+    is_passed = all(user >= 0 and root in pieces.inputs_by_root[user] for user in users)
     return is_passed and _returned_value(pieces, root, piece) is None
 
 

@@ -98,16 +98,16 @@ def _source_names(flow: Dataflow, value: int) -> set[str]:
 
 
 def lookup_tables(flow: Dataflow, layers: dict[str, LinearLayer], value: int) -> list[str]:
-    """Returns the names of parameters, other than weights of linear layers, that a value is computed from by views,
-    copies, lookups and element-wise operators alone. The nearest are first."""
+    """Returns the names of the parameters from which only views, copies, lookups and element-wise operators lead to a
+    value, the nearest first. Weights of linear layers are left out."""
     tables: dict[str, None] = {}
     todo, seen = [value], {value}
     while todo:
-        source = flow.values[todo.pop(0)]
-        if source.source == "parameter" and source.name not in layers:
-            tables[source.name] = None
-        elif source.producer is not None and _keeps_elements(flow.operators[source.producer]):
-            unseen = [v for v in flow.operators[source.producer].inputs if v not in seen]
+        current = flow.values[todo.pop(0)]
+        if current.source == "parameter" and current.name not in layers:
+            tables[current.name] = None
+        elif current.producer is not None and _keeps_elements(flow.operators[current.producer]):
+            unseen = [v for v in flow.operators[current.producer].inputs if v not in seen]
             seen.update(unseen)
             todo += unseen
     return list(tables)

@@ -91,12 +91,12 @@ class ModulePieces:
         return [tuple(dict.fromkeys(root(v) for v in (*op.inputs, *op.overwritten))) for op in self.flow.operators]
 
     @cached_property
-    def arguments(self) -> list[dict[int, int]]:
+    def inputs_by_root(self) -> list[dict[int, int]]:
         """For each piece, the values that it is called with, as {root: value}."""
         return [{self.flow.root(v): v for v in self.flow.calls[call].inputs} for call in self.calls]
 
     @cached_property
-    def outputs(self) -> list[dict[int, int]]:
+    def outputs_by_root(self) -> list[dict[int, int]]:
         """For each piece, the values that it returns, as {root: value}."""
         return [{self.flow.root(v): v for v in self.flow.calls[call].outputs} for call in self.calls]
 

@@ -40,7 +40,8 @@ class ParameterSplit:
 
     `group` is the name of the `SplitGroup`. `parts` are the sizes of the parts of a fused layer, each of which is
     divided among the ranks separately; it is empty for other layers. `communication` is the collective that follows the
-    module in the forward pass, empty if none does. `source` is `published` if the split comes from the model's own
+    module in the forward pass, empty if none does: it is shown and predicted, and parallel/tensor/products.py calls it
+    by rules of its own. `source` is `published` if the split comes from the model's own
     tensor-parallel plan.
     """
 

@@ -11,7 +11,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from meshwright.model_io.batch import listed_samples, take_listed
+from meshwright.model_io.batch import count_listed_samples, take_listed
 from meshwright.model_io.output_trees import register_dataclasses
 from meshwright.profile.fake import batch_size
 from meshwright.profile.gpu_rules import GpuRules
@@ -33,7 +33,7 @@ def model_device(model: nn.Module) -> torch.device:
 def sample_count(sample: Any) -> int:
     """Number of samples in a batch: the most frequent size of dimension 0 among its tensors. If the tensors are in
     lists (images of different sizes, say), the most frequent length of the lists."""
-    listed = listed_samples(sample)
+    listed = count_listed_samples(sample)
     if listed:
         return listed
     entries = _entries(sample)
@@ -49,7 +49,7 @@ def batch_of_samples(sample: Any, number: int, device: torch.device) -> Any:
     size = sample_count(sample)
     if number == size:  # whichever dimension the samples are in
         return _copy_to(sample, device)
-    if listed_samples(sample):
+    if count_listed_samples(sample):
         return _copy_to(take_listed(sample, [index % size for index in range(number)]), device)
 
     def pick(entry: Any) -> Any:

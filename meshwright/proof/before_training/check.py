@@ -157,13 +157,19 @@ def describe_difference(proof: Proof) -> str:
     """Returns what differs first between the plan and one device, and why."""
     first = proof.first_difference
     assert first is not None
-    of = " " if first.what in ("buffer", "weight") else " of "  # a buffer has a name itself
-    what = f"the {first.what}{of}{first.parameter}" if first.parameter and first.what != "loss" else f"the {first.what}"
-    also = f" and the gradient of {first.parameter}" if first.parameter and first.what == "loss" else ""
     cause = f"{first.cause}: {first.explanation}".replace("_", " ") if first.cause else "no cause was found"
-    verb = "are" if also else "is"
     operator = f"; {first.operator}" if first.operator else ""
-    return f"in step {max(1, first.step)}, {what}{also} {verb} off by {first.error:.2g} ({cause}{operator})"
+    differs = _what_differs(first.what, first.parameter)
+    return f"in step {max(1, first.step)}, {differs} off by {first.error:.2g} ({cause}{operator})"
+
+
+def _what_differs(what: str, name: str | None) -> str:
+    """What differs, in words with a verb. `name` is that of a buffer or weight."""
+    if not name:
+        return f"the {what} is"
+    if what == "loss":
+        return f"the loss and the gradient of {name} are"
+    return f"the {what} {name} is" if what in ("buffer", "weight") else f"the {what} of {name} is"
 
 
 def raise_if_unequal(plan: Plan, outcome: Outcome, instead: Plan | None, skip: str) -> None:

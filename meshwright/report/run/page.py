@@ -246,7 +246,7 @@ def _history(run: RunRecord) -> Section:
         events = [event for event in first if event.kind in _SAVE_NAMES]
         for event in events[:: max(1, len(events) // _MOST_EVENTS)]:
             rows.append([event.time, event.step, min(run.ranks), _SAVE_NAMES[event.kind], event.seconds])
-    for first_skipped, last_skipped in _consecutive(run.entries("skipped"))[-_MOST_EVENTS:]:
+    for first_skipped, last_skipped in _runs_of_steps(run.entries("skipped"))[-_MOST_EVENTS:]:
         steps = last_skipped["step"] - first_skipped["step"] + 1
         words = f"{steps:,} steps skipped" if steps > 1 else "step skipped"
         rows.append([first_skipped["time"], first_skipped["step"], 0, f"{words}: loss {NOT_FINITE}", None])
@@ -260,8 +260,8 @@ def _history(run: RunRecord) -> Section:
     )
 
 
-def _consecutive(entries: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """The first and the last of entries whose steps follow each other."""
+def _runs_of_steps(entries: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """For each run of entries with consecutive steps, its first and its last entry."""
     groups: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
     for entry in entries:
         if groups and entry["step"] == groups[-1][1]["step"] + 1:

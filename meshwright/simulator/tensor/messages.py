@@ -4,7 +4,7 @@ There are n ranks. X is the bytes of a layer's whole input, or of its gradient; 
 whole if every rank has all of it. Between layers that are split over the tensor axis, values are whole:
 
                                 forward                       backward
-    first column of a group                                   all_reduce X                    _whole_values
+    first column of a group                                   all_reduce X                    _of_whole_values
     row of a group              all_reduce Y
     standalone column           all_gather Y                  all_reduce X
     standalone row              all_reduce Y                  all_gather X
@@ -16,7 +16,7 @@ With `sequence`, values are divided along the sequence from the first split embe
 after a pipeline cut, they are whole. If a whole value (a residual, the output of a standalone layer) is combined with
 divided values, it is divided as well, and its gradient is gathered in the backward pass:
 
-    first column of a group     all_gather X                  reduce_scatter X                _values_along_sequence
+    first column of a group     all_gather X                  reduce_scatter X                _of_divided_sequence
     row of a group              reduce_scatter Y              all_gather Y; the first: 2 all_gather Y
     standalone column, head     all_gather X, all_gather Y    reduce_scatter X; but the head: all_gather Y
     standalone row              all_gather X, reduce_scatter Y    all_gather Y, all_gather X
@@ -27,7 +27,7 @@ divided values, it is divided as well, and its gradient is gathered in the backw
 
 Over the replicate axis, each rank has its own samples. X and Y are the bytes of the samples of all n ranks:
 
-    first column of a group     all_gather X                  reduce_scatter X                _values_by_samples
+    first column of a group     all_gather X                  reduce_scatter X                _of_own_samples
     row of a group              reduce_scatter Y              all_gather Y
     standalone column, head     all_gather X, all_to_all Y/n  all_to_all Y/n, reduce_scatter X
     standalone row              all_to_all X/n, reduce_scatter Y   all_gather Y, all_to_all X/n
@@ -247,11 +247,11 @@ def _operator_messages(layer: _SplitOperator, batch: float, plan: Plan, divided:
     output_bytes = _output_bytes(layer.operator, batch) * gathered_ranks
     input_bytes = _input_bytes(layer.operator, batch) * gathered_ranks if layer.operator.kind == "matmul" else 0.0
     if over_samples:
-        forward, backward = _values_by_samples(layer, input_bytes, output_bytes)
+        forward, backward = _of_own_samples(layer, input_bytes, output_bytes)
     elif _is_divided_along_sequence(layer, plan):
-        forward, backward = _values_along_sequence(layer, input_bytes, output_bytes, plan.modules.loss, divided)
+        forward, backward = _of_divided_sequence(layer, input_bytes, output_bytes, plan.modules.loss, divided)
     else:
-        forward, backward = _whole_values(layer, input_bytes, output_bytes, plan.modules.loss)
+        forward, backward = _of_whole_values(layer, input_bytes, output_bytes, plan.modules.loss)
     return [
         TensorMessage(collective, size, 1, is_forward)
         for is_forward, collectives in ((True, forward), (False, backward))
@@ -262,7 +262,7 @@ def _operator_messages(layer: _SplitOperator, batch: float, plan: Plan, divided:
 _Collectives = list[tuple[Collective, float]]
 
 
-def _whole_values(
+def _of_whole_values(
     layer: _SplitOperator, input_bytes: float, output_bytes: float, loss: bool
 ) -> tuple[_Collectives, _Collectives]:
     """The forward and the backward collectives of a layer if every rank has the whole input and needs the whole
@@ -280,7 +280,7 @@ def _whole_values(
     return forward, backward
 
 
-def _values_along_sequence(
+def _of_divided_sequence(
     layer: _SplitOperator, input_bytes: float, output_bytes: float, loss: bool, divided: bool
 ) -> tuple[_Collectives, _Collectives]:
     """The forward and the backward collectives of a layer if each rank needs its part of the sequence of the output. Of
@@ -328,7 +328,7 @@ def _padding(size: int, ranks: int) -> float:
     return -(-size // ranks) * ranks / size if size else 1.0
 
 
-def _values_by_samples(
+def _of_own_samples(
     layer: _SplitOperator, input_bytes: float, output_bytes: float
 ) -> tuple[_Collectives, _Collectives]:
     """The forward and the backward collectives of a layer if each rank has the input of its own samples and needs the

@@ -124,7 +124,7 @@ def _split_profile(profile: ModelProfile, plan: Plan) -> ModelProfile:
             return _scale_embedding(operator, share)
         if share and operator.kind == "elementwise" and _is_fixed(operator.bytes):
             return _scale(operator, share.parameters)  # adds up the gradients of a weight that is used twice
-        return _scale_marked(operator, shares, groups, sequence_of(operator.layer), plan.modules.loss)
+        return _scale_in_group(operator, shares, groups, sequence_of(operator.layer), plan.modules.loss)
 
     segments = tuple(
         replace(
@@ -203,13 +203,15 @@ def _scale_change(change: MemoryChange, shares: Mapping[str, SplitShare], sequen
     return change if part == 1.0 else replace(change, bytes=change.bytes.scaled(part))
 
 
-def _scale_marked(
+def _scale_in_group(
     operator: Operator, shares: Mapping[str, SplitShare], groups: Mapping[str, SplitGroup], sequence: int, loss: bool
 ) -> Operator:
+    """The operator as one rank runs it: with the rank's share of a group of split layers, or, outside of such groups,
+    with its share of the tokens if `sequence` ranks divide them."""
     share = _share(operator.split, shares, loss)
     if share is None or operator.split is None:
-        along = sequence > 1 and not operator.split and operator.kind in _DIVIDED_BY_SEQUENCE
-        return _scale(operator, 1 / sequence) if along else operator
+        is_divided = sequence > 1 and not operator.split and operator.kind in _DIVIDED_BY_SEQUENCE
+        return _scale(operator, 1 / sequence) if is_divided else operator
     if operator.kind == "matmul":
         sizes = {split.size for split in groups[operator.split.group].splits}
         return _scale_product(operator, share, sizes)

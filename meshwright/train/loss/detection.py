@@ -60,6 +60,8 @@ class BoxCounts:
 
     @contextmanager
     def recording(self, has_samples: bool = True) -> Iterator[None]:
+        """Within this context, the functions of torchvision that see which boxes are counted note their numbers.
+        `has_samples` is part of the interface of a loss (`Loss.forward_context`), and makes no difference here."""
         self.numbers = {}
         self._counting.counts.clear()
         functions = list(_counting_functions(self.numbers))

@@ -5,16 +5,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.model_io.batch import listed_samples, take_listed
+from meshwright.model_io.batch import count_listed_samples, take_listed
 from meshwright.train.loss.joined import count_rows
 from meshwright.train.torch_private import tree_map
 
 
 def repeat_samples(target: Any, samples: int) -> Any:
-    """The target or batch with so many samples: the first ones, or all of them several times."""
-    listed = listed_samples(target)
-    if listed is not None:
-        return take_listed(target, [row % listed for row in range(samples)])
+    """The target or batch with exactly `samples` samples: its first ones or, if it has fewer, all of them again and
+    again. Tensors are detached copies on the CPU, unless the samples are in lists."""
+    count = count_listed_samples(target)
+    if count is not None:
+        return take_listed(target, [row % count for row in range(samples)])
     size = count_rows(target)
 
     def repeat(value: Any) -> Any:
@@ -31,7 +32,7 @@ def _has_rows(value: Any) -> bool:
 
 def sample_rows(target: Any, row: int, samples: int) -> Any:
     """One sample of a target or batch of so many samples."""
-    if listed_samples(target) is not None:
+    if count_listed_samples(target) is not None:
         return take_listed(target, [row])
 
     def pick(value: Any) -> Any:

@@ -89,7 +89,7 @@ class ActivityTimes:
         if (self._step + 1) % self._window_steps(self._step) == 0:
             self._end_window()
 
-    def leave_out(self, seconds: float) -> None:
+    def exclude(self, seconds: float) -> None:
         """Does not count the last `seconds`, in which the run itself was measured."""
         self._since += seconds
 

@@ -86,7 +86,7 @@ class StepProfile:
             record_memory_history(True)
         self._profiler = torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True)
         self._profiler.start()
-        self._times.leave_out(time.perf_counter() - began)
+        self._times.exclude(time.perf_counter() - began)
 
     def _stop(self) -> None:
         began = time.perf_counter()
@@ -103,4 +103,4 @@ class StepProfile:
                     dump_memory_snapshot(str(draft))
         if self._device.type == "cuda":
             record_memory_history(False)
-        self._times.leave_out(time.perf_counter() - began)
+        self._times.exclude(time.perf_counter() - began)

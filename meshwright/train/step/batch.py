@@ -10,7 +10,7 @@ from meshwright.blocks.image_layout import channels_last_format
 from meshwright.data.batch import Microbatch
 from meshwright.data.prepared import PreparedShare
 from meshwright.errors import InputError
-from meshwright.model_io.batch import listed_samples, take_listed
+from meshwright.model_io.batch import count_listed_samples, take_listed
 from meshwright.model_io.output_trees import register_dataclasses
 from meshwright.plan import Plan
 from meshwright.train.torch_private import tree_map
@@ -57,7 +57,7 @@ def tensors_in(data: Any) -> list[Tensor]:
 def samples_in(data: Any) -> int:
     """The number of samples in a batch: the length of its lists of samples, or else the size of dimension 0 of its
     first tensor that has dimensions."""
-    listed = listed_samples(data)
+    listed = count_listed_samples(data)
     if listed is not None:
         return listed
     if type(data) is tuple and data and isinstance(data[0], Tensor) and data[0].dim() > 0:
@@ -95,7 +95,7 @@ def split_into_microbatches(data: Any, parts: int) -> list[Any]:
     bounds = [(size * part // parts, size * (part + 1) // parts) for part in range(parts)]
 
     def cut(begin: int, end: int) -> Any:
-        if listed_samples(data) is not None:
+        if count_listed_samples(data) is not None:
             return take_listed(data, range(begin, end))
 
         def narrow(value: Any) -> Any:

@@ -41,15 +41,16 @@ class KeptChoice:
 
 
 def choice_file(plan: Plan, model: nn.Module, batch: Any, others: Mapping[str, Any]) -> Path:
-    """Returns the file of a choice. It depends on the model's code, modules and weights' shapes, on the shapes of a
-    batch, on the plan without its `compute` fields, on versions, and on `others`, which are plain values."""
-    rest = plan.model_dump(mode="json", exclude={"compute": set(Compute.model_fields) - {"threads"}})
+    """Returns the file that keeps which `compute` fields were the fastest for a plan and a model. Its name depends on
+    the model's code, modules and weights' shapes, on the shapes of a batch, on the plan without its `compute` fields
+    (except `threads`, which is not tuned), on versions, and on `others`, which are plain values."""
+    untuned = plan.model_dump(mode="json", exclude={"compute": set(Compute.model_fields) - {"threads"}})
     tensors = (*model.named_parameters(), *model.named_buffers())
     parts = {
         "model": [str(model), sorted({_code_digest(type(module)) for module in model.modules()})],
         "weights": [[name, str(t.dtype), list(t.shape), t.requires_grad] for name, t in tensors],
         "batch": [[str(tensor.dtype), list(tensor.shape)] for tensor in tensors_in(batch)],
-        "plan": rest,
+        "plan": untuned,
         "others": dict(others),
         "versions": [torch.__version__, platform.python_version(), VERSION, step_digest()],
     }

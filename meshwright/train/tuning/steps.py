@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from meshwright.errors import InputError
-from meshwright.model_io.batch import listed_samples, take_listed
+from meshwright.model_io.batch import count_listed_samples, take_listed
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Memory, NumericsGroup
 from meshwright.train.session import Session
@@ -60,7 +60,7 @@ def batch_of_size(batch: Any, samples: int) -> Any:
     if size == samples:
         return batch
     numbers = [number % size for number in range(samples)]
-    if listed_samples(batch) is not None:
+    if count_listed_samples(batch) is not None:
         return take_listed(batch, numbers)
     indices = torch.tensor(numbers)
 

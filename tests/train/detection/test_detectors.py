@@ -14,7 +14,7 @@ from meshwright.cluster.detect import find_cluster
 from meshwright.data.loading import LoadingOptions
 from meshwright.errors import InputError
 from meshwright.job import Job
-from meshwright.model_io.batch import listed_samples, take_listed
+from meshwright.model_io.batch import count_listed_samples, take_listed
 from meshwright.plan import Plan
 from meshwright.proof.request import ProofRequest
 from meshwright.train.check import check_job
@@ -222,7 +222,7 @@ def test_jobs_of_detectors_are_proved(two: RankPool, tmp_path: Path, kind: str, 
 
 def test_samples_in_lists_are_counted_and_cut() -> None:
     batch = collate([Pictures()[index] for index in range(5)])
-    assert samples_in(batch) == listed_samples(batch) == 5
+    assert samples_in(batch) == count_listed_samples(batch) == 5
     parts = split_into_microbatches(batch, 2)
     assert [samples_in(part) for part in parts] == [2, 3]
     assert parts[1][0][0] is batch[0][2]
@@ -244,4 +244,4 @@ def test_samples_in_lists_are_counted_and_cut() -> None:
     ],
 )
 def test_other_batches_have_no_lists_of_samples(batch: Any) -> None:
-    assert listed_samples(batch) is None
+    assert count_listed_samples(batch) is None

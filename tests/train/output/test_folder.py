@@ -34,7 +34,7 @@ def start(job: Job, resume: str = "auto", finish: bool = False) -> LockedRun:
     return locked_run
 
 
-def test_an_unfinished_run_is_gone_on_with_and_a_finished_one_is_not(tmp_path: Path) -> None:
+def test_unfinished_runs_are_resumed_and_finished_ones_are_not(tmp_path: Path) -> None:
     job = toy_job(output=str(tmp_path))
     first = start(job)
     assert (first.folder.path.name, first.is_new) == ("toy-0001", True)
@@ -114,7 +114,7 @@ def test_what_is_trained_on_what_may_not_change(tmp_path: Path, change: dict[str
     assert field in str(refusal.value)
 
 
-def test_a_named_run_is_gone_on_with_also_when_it_is_finished(tmp_path: Path) -> None:
+def test_a_named_run_is_resumed_even_if_it_is_finished(tmp_path: Path) -> None:
     job = toy_job(output=str(tmp_path))
     folder = start(job, finish=True).folder
     assert start(job, str(folder.path)).folder == folder

@@ -40,10 +40,10 @@ def _counts(tensor: Tensor, splits: Splits, size: int) -> tuple[int, ...]:
     rows = tensor.shape[0]
     if splits is None:
         if rows % size:
-            raise ValueError(f"alltoall without splits needs rows for {size} ranks alike, and the tensor has {rows}")
+            raise ValueError(f"alltoall without splits needs a multiple of {size} rows, and the tensor has {rows}")
         return (rows // size,) * size
     if isinstance(splits, Tensor) and splits.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"splits of alltoall are 32-bit integers, not {splits.dtype}")
+        raise ValueError(f"splits of alltoall are int32 or int64, not {splits.dtype}")
     counts = tuple(int(count) for count in splits)
     if len(counts) != size or min(counts) < 0 or sum(counts) > rows:
         raise ValueError(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.data.randomness import preserve_generators, seed_generators
-from meshwright.model_io.batch import ModelBatch, at_least_fp32, listed_samples, split_batch
+from meshwright.model_io.batch import ModelBatch, at_least_fp32, count_listed_samples, split_batch
 from meshwright.plan import Plan
 from meshwright.profile.fake import batch_size
 from meshwright.proof.before_training.digest import check_digest
@@ -83,7 +83,7 @@ class Mixing:
 def find_mixing(training: Training, device: torch.device) -> Mixing | None:
     """Returns where the model mixes samples; None if it does not, or if that cannot be tried. Nothing of the training
     is changed."""
-    if listed_samples(training.sample_batch) is not None:
+    if count_listed_samples(training.sample_batch) is not None:
         return None
     begin = time.monotonic()
     # Other ranks do not run the trial, so nothing in it may wait for them.
