@@ -43,8 +43,8 @@ class PlanChooser:
         return chosen
 
     def tune(self, plan: Plan, world: World) -> Decision:
-        """Returns the plan with the fastest variant of its `compute` fields. All ranks call this together; only rank 0
-        gets the reasons for the plan."""
+        """Returns the plan with the fastest variant of its `compute` fields. All ranks call this together. Only rank 0
+        gets the reasons for the plan, and only if something was measured."""
         request = None
         with suppress(Exception):  # whatever the job's code raises: the other ranks wait for the request
             request = self._request(plan)
@@ -66,7 +66,7 @@ class PlanChooser:
             print(line, file=sys.stderr, flush=True)
 
         tuned = tune_in_ranks(plan, request, session, take, world, notify)
-        return decision.measured(tuned, lines[-1] if lines else "")
+        return decision.measured(tuned, lines[-1]) if lines else Decision(tuned)
 
     def _request(self, plan: Plan) -> TuningRequest | None:
         """What rank 0 wants to be timed; None on other ranks."""

@@ -27,7 +27,14 @@ from meshwright.processes.world import World
 from meshwright.train.check import check_job
 from meshwright.train.job_agreement import agree_on_job
 from meshwright.train.output.copies import check_copies
-from meshwright.train.output.folder import LockedRun, RunFolder, lock_run_folder, read_result, write_job_and_plan
+from meshwright.train.output.folder import (
+    LockedRun,
+    RunFolder,
+    lock_run_folder,
+    read_result,
+    write_job_and_plan,
+    write_reasons,
+)
 from meshwright.train.output.remote_run import local_run
 from meshwright.train.rank import train_rank
 
@@ -49,7 +56,7 @@ called again, and chooses another one."""
 
 TunePlan = Callable[[Plan, World], Chosen]
 """Returns a plan that `ChoosePlan` has chosen with the `compute` fields that are measured to be the fastest. All ranks
-call it together; only rank 0 gets the reasons."""
+call it together; only rank 0 gets reasons, and only if something was measured."""
 
 CheckPlan = Callable[[Job, Plan, World], None]
 """Checks the plan of a job in the ranks of the world, and raises `UnequalPlan` on all of them to refuse it."""
@@ -140,7 +147,10 @@ def _tuned(job: Job, run: _Run, cluster: Cluster, world: World, tune: TunePlan) 
     """Returns the run with its tuned plan, which is stored with the run."""
     tuned = tune(run.plan, world)
     if world.rank == 0:
-        write_job_and_plan(run.folder, job, tuned.plan, cluster, tuned.reasons)
+        if tuned.plan != run.plan:
+            write_job_and_plan(run.folder, job, tuned.plan, cluster)
+        if tuned.reasons:
+            write_reasons(run.folder, tuned.reasons)
     return replace(run, plan=tuned.plan)
 
 

@@ -89,9 +89,11 @@ def test_a_plan_that_was_replaced_is_not_tuned(tmp_path: Path) -> None:
     assert chooser.tune(other, world()).plan == other
 
 
-@pytest.mark.parametrize("is_given", [False, True])
-def test_the_tuned_plan_is_stored_with_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_given: bool) -> None:
-    fused = Plan.model_validate({"compute": {"fused_optimizer": True}})
+@pytest.mark.parametrize(("is_given", "is_faster"), [(False, True), (False, False), (True, True)])
+def test_the_tuned_plan_is_stored_with_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_given: bool, is_faster: bool
+) -> None:
+    fused = Plan.model_validate({"compute": {"fused_optimizer": is_faster}})
     trained: list[Plan] = []
 
     def train_rank(job: Job, plan: Plan, folder: RunFolder, *_: Any) -> bool:
@@ -104,7 +106,7 @@ def test_the_tuned_plan_is_stored_with_the_run(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(launched, "train_rank", train_rank)
     monkeypatch.setattr(launched, "redirect", lambda *_: None)
     job = toy_job(output=str(tmp_path))
-    plan = Plan() if is_given else lambda *_: Decision(Plan())
+    plan = Plan() if is_given else lambda *_: Decision(Plan(), {"compute.fused_optimizer": "found"})
     heartbeat = launched.Heartbeat.in_memory()
     monkeypatch.setattr(heartbeat, "move_to", lambda *_: None)
     launched.train_in_world(job, plan, cpu_cluster(1), "never", world(), heartbeat, 0, tune=tune)

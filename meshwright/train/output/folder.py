@@ -196,7 +196,7 @@ def write_job_and_plan(
             with writing(folder.path):
                 folder.reasons.unlink(missing_ok=True)
         if reasons and not folder.reasons.exists():
-            write_atomically(folder.reasons, yaml.safe_dump(dict(reasons), sort_keys=False, width=1000))
+            write_reasons(folder, reasons)
         write_atomically(folder.job, job_text)
         write_atomically(folder.plan, plan_text)
         if cluster is not None:
@@ -210,6 +210,10 @@ def write_job_and_plan(
         if is_new:
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
+
+
+def write_reasons(folder: RunFolder, reasons: Mapping[str, str]) -> None:
+    write_atomically(folder.reasons, yaml.safe_dump(dict(reasons), sort_keys=False, width=1000))
 
 
 def read_reasons(folder: RunFolder) -> dict[str, str]:
