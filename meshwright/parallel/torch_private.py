@@ -6,7 +6,7 @@ When a new torch version breaks something, look at this file first; no other fil
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from traceback import walk_tb
@@ -22,6 +22,7 @@ from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.autograd.graph import GradientEdge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -313,6 +314,14 @@ def comm_hook_states(model: DistributedDataParallel) -> list[object]:
 #
 # `_TorchStage` overrides two private methods of `PipelineStage`: `_get_init_p2p_neighbors_ops` and
 # `_validate_fwd_outputs`.
+
+
+def backward_roots(stage: Any, microbatch: int) -> Sequence[Tensor | GradientEdge | None]:
+    """What a stage's backward pass of a microbatch starts from: its outputs. For an output that is already sent, torch
+    2.15 keeps the place in the graph only."""
+    if hasattr(stage, "fwd_cache"):  # before torch 2.15
+        return stage.fwd_cache[microbatch][0]
+    return stage._forward_chunk_states[microbatch].stage_output_for_backward()
 
 
 def is_view(tensor: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """Runs a rank's stages by PyTorch's pipeline schedules with send buffers of fixed sizes, and records the order of what
 ran."""
 
+import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -9,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -24,6 +26,7 @@ from meshwright.blocks.power_iteration import power_iterations, without_power_it
 from meshwright.collectives.wait_clock import WAIT_CLOCK
 from meshwright.parallel.pipeline.stage import Stage
 from meshwright.parallel.pipeline.transport import BufferSpec
+from meshwright.parallel.torch_private import backward_roots
 
 Buffers = tuple[tuple[BufferSpec, ...], ...]  # of each cut, one per tensor that crosses it
 
@@ -73,6 +76,8 @@ class ScheduleRunner:
         self._schedule = _SCHEDULES[schedule](
             torch_stages, microbatches, loss_fn=lambda loss, _: loss, scale_grads=False
         )
+        # Torch 2.15 has an argument for the round in which FSDP2 reduces gradients. Before, each stage decides it.
+        self._schedule_defers_reduction = "finalize_gradients" in inspect.signature(self._schedule.step).parameters
 
     def run(self, *, is_first_round: bool, is_last_round: bool) -> None:
         """Runs the forward and backward passes of one accumulation round: of as many microbatches as the schedule runs
@@ -86,7 +91,8 @@ class ScheduleRunner:
             )
         # PyTorch requires targets. Ours are ignored: the last stage knows which microbatch its loss belongs to.
         began, computed = time.perf_counter(), sum(stage.computed_s for stage in self._stages)
-        self._schedule.step(target=torch.arange(self._microbatches), return_outputs=False)
+        options = {"finalize_gradients": is_last_round} if self._schedule_defers_reduction else {}
+        self._schedule.step(target=torch.arange(self._microbatches), return_outputs=False, **options)
         passed = time.perf_counter() - began
         # Between its passes a rank exchanges activations with its neighbours, or waits for them.
         WAIT_CLOCK.seconds += passed - (sum(stage.computed_s for stage in self._stages) - computed)
@@ -139,7 +145,7 @@ class _TorchStage(PipelineStage):
         self._executed.append(ExecutedAction(self.stage_index, bwd_chunk_id, kind))
         if not is_whole:
             self._unshard()
-            if self._runs_backward_whole or has_custom_function(self.fwd_cache[bwd_chunk_id][0]):
+            if self._runs_backward_whole or has_custom_function(backward_roots(self, bwd_chunk_id)):
                 self._whole.add(bwd_chunk_id)
         self.dw_builder = _no_weight_backward if bwd_chunk_id in self._whole else None
         with self._computing():
@@ -170,7 +176,7 @@ class _TorchStage(PipelineStage):
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Leaves out messages to this rank itself. Torch 2.11 greets every neighbouring stage, and in the middle of a
-        V schedule that stage is on the same rank, which Gloo cannot send to."""
+        V schedule that stage is on the same rank, which Gloo cannot send to. Torch 2.15 has no such method."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def _validate_fwd_outputs(self, outputs: Any) -> None:
@@ -188,10 +194,13 @@ def _no_weight_backward() -> Callable[[], None]:
     return lambda: None
 
 
-def has_custom_function(outputs: Sequence[Tensor]) -> bool:
-    """Whether these tensors were computed with an autograd function of the user, or a checkpoint that calls backward by
+def has_custom_function(outputs: Sequence[Tensor | GradientEdge | None]) -> bool:
+    """Whether these outputs were computed with an autograd function of the user, or a checkpoint that calls backward by
     itself. What torch does for the gradients of the inputs alone is not known to be right for their backward passes."""
-    nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    starts = [
+        output.node if isinstance(output, GradientEdge) else output.grad_fn for output in outputs if output is not None
+    ]
+    nodes = [node for node in starts if node is not None]
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
