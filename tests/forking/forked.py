@@ -31,6 +31,8 @@ from tests.forking.environment import AT_START, REPOSITORY
 
 _RANK_0_OF_1 = {"RANK": "0", "WORLD_SIZE": "1"}  # a fork server starts ranks; the forked process removes these again
 _IMPORTED = "tests.forking.imported"
+# torch looks for GPUs without CUDA then, for example when it traces. After CUDA was used, no forked process can use it.
+_WITHOUT_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _spawn = fork_server._spawn
 _servers: list[ForkServer] = []
 
@@ -108,7 +110,7 @@ def spawn_by_forking(module: str) -> "fork_server._ServerEnd":
         # torch reads the number of threads when it is imported. A test may have changed the working folder, and the
         # cache folder, in which C files are compiled.
         path, cache_folder = environment.python_path_with(REPOSITORY), AT_START["XDG_CACHE_HOME"]
-        variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "XDG_CACHE_HOME": cache_folder}
+        variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "XDG_CACHE_HOME": cache_folder, **_WITHOUT_CUDA}
         with environment.environment_variables(variables):
             return _spawn(module)
     if not module.startswith(("meshwright.", "tests.", "validation.")):
@@ -121,8 +123,8 @@ def spawn_by_forking(module: str) -> "fork_server._ServerEnd":
 
 def serve(module: str) -> NoReturn:
     connection = socket.socket(fileno=take_standard_input())
-    with suppress(BaseException):  # the rank that imports it again reports the error
-        importlib.import_module(module)
+    with suppress(BaseException), environment.environment_variables(_WITHOUT_CUDA):
+        importlib.import_module(module)  # the rank that imports it again reports the error
     fork_server._serve(connection)
 
 

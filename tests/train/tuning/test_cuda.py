@@ -148,7 +148,10 @@ def test_best_plan_takes_a_measured_variant_and_keeps_it(
     assert [timing.failure for _, timing in timings] == [None] * len(timings)
     assert {plan.compute.compile for plan, _ in timings} >= {"none", "model"}
     assert all(plan.compute.cuda_graphs and timing.uncaptured_s for plan, timing in timings)
-    assert len(timings) <= 4, "what is compiled alike is timed together"
+    alike = [plan.compute.model_copy(update={"cuda_graphs": False}) for plan, _ in timings]
+    assert not [one for number, one in enumerate(alike) if one in alike[:number]], (
+        "what is compiled alike is timed together"
+    )
     assert "measured " in capsys.readouterr().err
     count = len(timings)
     assert mw.best_plan(model, BATCH, tune=300, **options) == plan
