@@ -41,7 +41,7 @@ class _Conversion:
         with self._lock:
             self._models += 1
             if self._restore is None:
-                self._restore = convert_arguments_outside_dispatch(_gathered)
+                self._restore = convert_arguments_outside_dispatch(_gathered, _refuse_views)
 
     def end(self) -> None:
         with self._lock:
@@ -74,6 +74,18 @@ def _full_copy(leaf: Any) -> Any:
         watch_copy(leaf, full)
         leaf = full
     return leaf
+
+
+def _refuse_views(function: Any, arguments: tuple[Any, ...]) -> None:
+    """Raises an `InputError` if a custom function runs on a shard view, whose gradient would be lost."""
+    for argument in arguments:
+        if isinstance(argument, ShardView):
+            group, name = argument.spec.group, function.__name__
+            raise InputError(
+                f"{running_line()} calls an apply of {name} that was kept before the model was divided, with a"
+                f" tensor that is divided over the {group.size} ranks of the {group.axis} axis: write {name}.apply(...)"
+                f" where it is called, or set plan.axes.{group.axis} to 1"
+            )
 
 
 def refuse_hidden_results(views: Iterable[ShardView]) -> None:

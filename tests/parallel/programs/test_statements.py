@@ -10,7 +10,7 @@ import torch
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.train.parallelize import parallelize
-from tests.parallel.programs import statements, two_views
+from tests.parallel.programs import kept_functions, statements, two_views
 from tests.parallel.programs.models import loss_of, make_batches, make_model
 from tests.parallel.programs.statements import STATEMENTS
 from tests.ranks import run_ranks
@@ -20,8 +20,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "tensor 2 sequence": {"axes": {"tensor": 2}, "modules": {"sequence": True}},
     "context 2": {"axes": {"context": 2}},
 }
-REFUSED = {**statements.REFUSED, **two_views.REFUSED}
-FILES = (statements.__file__, two_views.__file__)
+REFUSED = {**statements.REFUSED, **two_views.REFUSED, **kept_functions.REFUSED}
+FILES = (statements.__file__, two_views.__file__, kept_functions.__file__)
 Weights = dict[str, torch.Tensor]
 
 
@@ -82,9 +82,7 @@ def test_statements_train_the_same_model_or_are_refused(plan: str, target: str) 
     for name, weights in result.items():
         if isinstance(weights, str):
             expected = REFUSED.get(name) if is_divided else None
-            names_line = any(
-                f"{Path(file).name}, line " in weights for file in (statements.__file__, two_views.__file__)
-            )
+            names_line = any(f"{Path(file).name}, line " in weights for file in FILES)
             problems += [] if expected and expected in weights and names_line else [f"{name}: {weights}"]
             continue
         expected_weights = train_alone(name)
