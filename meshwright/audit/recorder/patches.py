@@ -1,0 +1,175 @@
+"""Where the recorder listens: functions of torch are replaced by ones that call it, too. Nothing else of what they
+compute changes."""
+
+import functools
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import dropout
+from .recorder import recorder
+
+_IGNORED_INDEX = -100
+
+
+def after_import(module: ModuleType) -> None:
+    """Called when torch was imported."""
+    _wait_for_first_call()
+    _watch_backward()
+    _watch_optimizers()
+    _watch_clipping()
+    _watch_scaler()
+    _watch_losses()
+    _watch_autocast()
+    if not recorder().settings.keep_dropout:
+        dropout.turn_off_functions()
+    _watch_errors()
+
+
+def _wait_for_first_call() -> None:
+    original = nn.Module.__call__
+
+    @functools.wraps(original)
+    def call(module: nn.Module, *arguments: Any, **named: Any) -> Any:
+        if not torch.compiler.is_compiling() and _trains(module):
+            nn.Module.__call__ = original  # type: ignore[method-assign]
+            recorder().begin(module)
+        return original(module, *arguments, **named)
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+
+
+def _trains(module: nn.Module) -> bool:
+    if not module.training or not torch.is_grad_enabled():
+        return False
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _watch_backward() -> None:
+    original = torch.autograd.backward
+
+    @functools.wraps(original)
+    def backward(tensors: Any, grad_tensors: Any = None, *arguments: Any, **named: Any) -> Any:
+        own = recorder()
+        if own.is_recording and grad_tensors is None and own.backward_depth == 0:
+            for tensor in [tensors] if isinstance(tensors, Tensor) else list(tensors):
+                own.loss(tensor)
+        own.backward_depth += 1
+        try:
+            return original(tensors, grad_tensors, *arguments, **named)
+        finally:
+            own.backward_depth -= 1
+
+    torch.autograd.backward = backward
+
+
+def _watch_optimizers() -> None:
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    disable = torch.compiler.disable
+    register_optimizer_step_pre_hook(disable(lambda optimizer, *_: recorder().before_optimizer_step(optimizer)))
+    register_optimizer_step_post_hook(disable(lambda *_: recorder().after_optimizer_step()))
+
+
+def _watch_clipping() -> None:
+    import torch.nn.utils.clip_grad as clip
+
+    for name in ("clip_grad_norm_", "clip_grad_norm", "get_total_norm", "clip_grads_with_norm_", "clip_grad_value_"):
+        original = getattr(clip, name, None)
+        if original is not None:
+            watched = _watched_clip(name, original)
+            for owner in (clip, torch.nn.utils):
+                if getattr(owner, name, None) is original:
+                    setattr(owner, name, watched)
+
+
+def _watched_clip(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def watched(first: Any, *arguments: Any, **named: Any) -> Any:
+        own = recorder()
+        if not own.is_recording:
+            return original(first, *arguments, **named)
+        first = first if isinstance(first, Tensor) else list(first)
+        names = own.before_clipping(_parameters_of(name, first))
+        result = original(first, *arguments, **named)
+        if name.startswith("clip_grad_norm"):
+            limit = arguments[0] if arguments else named.get("max_norm")
+            own.norm(result, None if limit is None else float(limit), names)
+        return result
+
+    return watched
+
+
+def _parameters_of(name: str, values: Any) -> list[Tensor]:
+    """The parameters that a function of clipping is given; `get_total_norm` is given their gradients."""
+    tensors = [values] if isinstance(values, Tensor) else values
+    if name != "get_total_norm":
+        return tensors
+    own = recorder()
+    wanted = {id(tensor) for tensor in tensors}
+    return [
+        parameter
+        for root in own.roots
+        for parameter in root.parameters()
+        if parameter.grad is not None and id(parameter.grad) in wanted
+    ]
+
+
+def _watch_scaler() -> None:
+    from torch.amp import GradScaler
+
+    original = GradScaler.step
+
+    @functools.wraps(original)
+    def step(scaler: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
+        own = recorder()
+        if own.is_recording and scaler.is_enabled():
+            own.scale(float(scaler.get_scale()))
+        return original(scaler, optimizer, *arguments, **named)
+
+    GradScaler.step = step  # type: ignore[method-assign]
+
+
+def _watch_losses() -> None:
+    functional = torch.nn.functional
+    for name in ("cross_entropy", "nll_loss"):
+        setattr(functional, name, _watched_loss(getattr(functional, name)))
+
+
+def _watched_loss(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def watched(input: Tensor, target: Tensor, *arguments: Any, **named: Any) -> Tensor:  # noqa: A002 (torch's name)
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            own = recorder()
+            if own.is_recording and not target.dtype.is_floating_point and input.requires_grad:
+                ignored = named.get("ignore_index", arguments[2] if len(arguments) > 2 else _IGNORED_INDEX)
+                own.targets(int((target != ignored).sum()), target.numel())
+        return original(input, target, *arguments, **named)
+
+    return watched
+
+
+def _watch_autocast() -> None:
+    original = torch.autocast.__enter__
+
+    @functools.wraps(original)
+    def enter(context: Any) -> Any:
+        if not torch.compiler.is_compiling() and getattr(context, "_enabled", False):
+            recorder().dtypes.add(str(context.fast_dtype).removeprefix("torch."))
+        return original(context)
+
+    torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+
+
+def _watch_errors() -> None:
+    original = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        recorder().end("error", f"{kind.__name__}: {error}")
+        original(kind, error, trace)
+
+    sys.excepthook = hook

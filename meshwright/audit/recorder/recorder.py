@@ -1,0 +1,398 @@
+"""`Recorder`: finds the model and the optimizers of the process it is in, and writes what they compute.
+
+It waits for the first call of a module that trains. Then it names the model's tensors, writes the start, and from there
+on each optimizer step: gradients before it, and weights and buffers at the next call of the model, because sharded
+optimizers gather weights after their step."""
+
+import atexit
+import gc
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import dropout, samples
+from .layouts import hold_model, local
+from .parts import Held
+from .record_files import EventFile, write_tensors
+from .settings import Settings, record_folder
+from .start import draw_start, find_divisions, load_start, name_after_reference, perturb
+from .whole import WholeTensors, read_ranks
+
+_WAIT_FOR_OTHER_RANKS_S = 30.0
+
+# Called after a new start was written: libraries copy it to the weights that their optimizers hold.
+AFTER_START: list[Callable[[list[nn.Module]], None]] = []
+
+
+class Recorder:
+    """Records the training of this process. There is one; `patches.py` calls it."""
+
+    def __init__(self) -> None:
+        folder = record_folder()
+        assert folder is not None
+        self.root = folder
+        self.settings = Settings.read(folder)
+        self.roots: list[nn.Module] = []
+        self.parameters: dict[str, Held] = {}
+        self.buffers: dict[str, Held] = {}
+        self.names_of: dict[int, list[str]] = {}  # the id of a parameter → names
+        self.steps_of: dict[int, int] = {}  # the id of an optimizer → its completed steps
+        self.kinds_written: dict[tuple[int, str], int] = {}
+        self.pending: set[str] = set()  # the parameters that were updated since weights were last written
+        self.dtypes: set[str] = set()
+        self.unclipped: set[str] = set()
+        self.backward_depth = self.step_depth = 0
+        self.started = self.ended = False
+        self.process = os.getpid()
+        self.notes: list[str] = []
+
+    # ---- start
+
+    @property
+    def step(self) -> int:
+        """The number of the step that is being computed."""
+        return max(self.steps_of.values(), default=0) + 1
+
+    @property
+    def is_recording(self) -> bool:
+        return self.started and not self.ended and os.getpid() == self.process
+
+    def begin(self, module: nn.Module) -> bool:
+        """Starts recording at the first call of `module`. Returns False if another process has the same rank."""
+        self.started, self.process = True, os.getpid()
+        self.rank, self.world_size = _rank_and_world()
+        self.folder = self.root / f"rank-{self.rank:05d}"
+        try:
+            self.folder.mkdir()
+        except FileExistsError:
+            (self.root / f"second-{self.rank}-{os.getpid()}.json").write_text(json.dumps(sys.argv))
+            self.ended = True
+            return False
+        self.events = EventFile(self.folder / "events.jsonl")
+        self.roots = _find_roots(module)
+        self.parameters, self.buffers = hold_model(self.roots)
+        self._make_start()
+        self._index()
+        self.dtypes |= {str(held.dtype).removeprefix("torch.") for held in self.parameters.values()}
+        self.write_header()
+        for called in _called_modules(self.roots, module):
+            called.register_forward_pre_hook(_untraced(self._before_call), with_kwargs=True, prepend=True)
+        atexit.register(self.end, "exit")
+        return True
+
+    def _make_start(self) -> None:
+        settings, everything = self.settings, {**self.parameters, **self.buffers}
+        self._write_held("own", 0, everything)
+        if settings.reference is not None:
+            ranks = read_ranks(Path(settings.reference))
+            own = WholeTensors(ranks, 0, "own", own_names=True)
+            name_after_reference(everything, own)
+            assumed = find_divisions(everything, own, self.rank)
+            if assumed:
+                listed = ", ".join(assumed[:3])
+                self.notes.append(f"which part of the whole a rank holds is assumed from shapes and ranks: {listed}")
+            if settings.start != "own":
+                without = load_start(everything, WholeTensors(ranks, 0, "start", own_names=True))
+                draw_start({name: held for name, held in self.parameters.items() if name in without}, {}, settings.seed)
+        elif settings.start == "random":
+            draw_start(self.parameters, self.buffers, settings.seed)
+        if settings.perturb:
+            perturb(self.parameters, settings.perturb, settings.seed)
+        for after_start in AFTER_START:
+            after_start(self.roots)
+        if not settings.keep_dropout:
+            dropout.turn_off_modules(self.roots)
+        self._write_held("start", 0, everything)
+
+    def _index(self) -> None:
+        self.names_of = {}
+        for name, held in self.parameters.items():
+            for identity in held.ids:
+                self.names_of.setdefault(identity, []).append(name)
+
+    def write_header(self) -> None:
+        device = next((str(value.device) for value in self._weights()), "cpu")
+        header = {
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "device": device,
+            "arguments": sys.argv,
+            "stage": _pipeline_stage(self.roots),
+            "dtypes": sorted(self.dtypes),
+            "parameters": {name: held.to_json() for name, held in self.parameters.items()},
+            "buffers": {name: held.to_json() for name, held in self.buffers.items()},
+            "notes": self.notes,
+        }
+        unfinished = self.folder / "header.unfinished"
+        unfinished.write_text(json.dumps(header))
+        unfinished.replace(self.folder / "header.json")
+
+    def _weights(self) -> Iterable[Tensor]:
+        for held in self.parameters.values():
+            for part in held.parts:
+                value = part.weight()
+                if value is not None:
+                    yield value
+
+    # ---- what happens in a step
+
+    def _before_call(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Before a call of the model: writes the weights after the last step, and the digests of what comes in."""
+        if not self.is_recording or not module.training or not torch.is_grad_enabled() or self.backward_depth:
+            return
+        self.flush()
+        if self._is_done():
+            self.stop()
+        called = type(module).__name__
+        for leaf, tensor in [*samples.tensors_of(arguments), *samples.tensors_of(named)]:
+            self.events.write(
+                "inputs",
+                self.step,
+                module=called,
+                leaf=leaf,
+                shape=list(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                rows=samples.digest_rows(tensor),
+                elements=samples.digest_elements(tensor),
+            )
+
+    def loss(self, value: Tensor) -> None:
+        if value.numel() == 1 and value.dtype.is_floating_point:
+            number = local(value)
+            self.events.write("loss", self.step, value=float(number), dtype=str(value.dtype))  # type: ignore[arg-type]
+
+    def targets(self, valid: int, total: int) -> None:
+        if not self.backward_depth:
+            self.events.write("targets", self.step, valid=valid, total=total)
+
+    def scale(self, value: float) -> None:
+        self.events.write("scale", self.step, value=value)
+
+    def before_clipping(self, parameters: Iterable[Tensor]) -> list[str]:
+        """Writes the gradients from which a norm is computed. Returns their names."""
+        names = self.known_names(parameters)
+        new = [name for name in names if name not in self.unclipped]
+        self.write_gradients("unclipped", new)
+        self.unclipped.update(new)
+        return names
+
+    def norm(self, value: Any, limit: float | None, names: list[str]) -> None:
+        partial = _is_partial(value)
+        number = local(value) if isinstance(value, Tensor) else value
+        self.events.write("norm", self.step, value=float(number), limit=limit, names=len(names), partial=partial)
+
+    def before_optimizer_step(self, optimizer: Any) -> None:
+        self.step_depth += 1
+        if self.step_depth > 1 or not self.is_recording:
+            return
+        names = self.known_names(parameter for group in optimizer.param_groups for parameter in group["params"])
+        if not names:
+            return
+        self.flush()
+        if id(optimizer) not in self.steps_of:
+            self.steps_of[id(optimizer)] = 0
+            self._write_options(optimizer)
+        self.write_step(type(optimizer).__name__, id(optimizer), names)
+
+    def write_step(self, optimizer: str, identity: int, names: list[str]) -> None:
+        """Writes the gradients that an optimizer steps with."""
+        number = self.steps_of.get(identity, 0) + 1
+        self.write_gradients("gradient", names, number)
+        self.events.write("step", number, optimizer=optimizer, names=len(names))
+        self.steps_of[identity] = number
+        self.pending.update(names)
+        self.unclipped.clear()
+
+    def after_optimizer_step(self) -> None:
+        self.step_depth = max(0, self.step_depth - 1)
+
+    def _write_options(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            values = {
+                key: value for key, value in group.items() if isinstance(value, int | float | bool | tuple | list)
+            }
+            values = {key: value for key, value in values.items() if key != "params" and "name" not in key}
+            names = self.known_names(group["params"])
+            plain = {key: value for key, value in values.items() if _is_plain(value)}
+            self.events.write("options", 1, optimizer=type(optimizer).__name__, names=names, values=plain)
+
+    def known_names(self, parameters: Iterable[Tensor]) -> list[str]:
+        names: dict[str, None] = {}
+        for parameter in parameters:
+            for name in self.names_of.get(id(parameter), ()):
+                names.setdefault(name)
+        return list(names)
+
+    # ---- writing
+
+    def write_gradients(self, kind: str, names: list[str], step: int | None = None) -> None:
+        tensors: dict[str, Tensor] = {}
+        for name in names:
+            held = self.parameters[name]
+            if held.same_as is not None:
+                continue
+            for index, part in enumerate(held.parts):
+                gradient = part.gradient()
+                if gradient is not None:
+                    tensors[f"{name}#{index}"] = gradient
+        self._write(kind, self.step if step is None else step, tensors)
+
+    def flush(self) -> None:
+        """Writes the weights that were updated, and the buffers, as they are after the last step."""
+        if not self.pending:
+            return
+        step = max(self.steps_of.values())
+        self._write_held("weight", step, {name: self.parameters[name] for name in self.parameters if name in self.pending})
+        self._write_held("buffer", step, self.buffers)
+        self.pending.clear()
+
+    def _write_held(self, kind: str, step: int, held: dict[str, Held]) -> None:
+        tensors: dict[str, Tensor] = {}
+        for name, entry in held.items():
+            if entry.same_as is not None:
+                continue
+            for index, part in enumerate(entry.parts):
+                value = part.weight()
+                if value is not None:
+                    tensors[f"{name}#{index}"] = value
+        self._write(kind, step, tensors)
+
+    def _write(self, kind: str, step: int, tensors: dict[str, Tensor]) -> None:
+        if not tensors:
+            return
+        number = self.kinds_written[step, kind] = self.kinds_written.get((step, kind), -1) + 1
+        write_tensors(self.folder / f"{step:04d}-{kind}-{number}.safetensors", tensors)
+
+    # ---- end
+
+    def _is_done(self) -> bool:
+        done = list(self.steps_of.values())
+        wanted = self.settings.steps
+        return bool(done) and (min(done) >= wanted or max(done) > 2 * wanted)
+
+    def stop(self) -> None:
+        """Ends the process, because the steps that are asked for were recorded. Waits for the other ranks, which may
+        still need this one for their last step."""
+        self.end("steps")
+        until = time.monotonic() + _WAIT_FOR_OTHER_RANKS_S
+        while time.monotonic() < until and len(list(self.root.glob("rank-*/ended"))) < self.world_size:
+            time.sleep(0.02)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    def end(self, reason: str, message: str = "") -> None:
+        """Writes what is left. Only the first call counts."""
+        if not self.is_recording:
+            return
+        if reason != "error":
+            self.flush()
+        self.ended = True
+        self.write_header()
+        self.events.write("end", self.step - 1, reason=reason, message=message)
+        (self.folder / "ended").touch()
+
+
+def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
+    """The hook as `torch.compile` leaves it alone."""
+    disable = getattr(getattr(torch, "compiler", None), "disable", None)
+    return disable(hook) if disable else hook
+
+
+def _rank_and_world() -> tuple[int, int]:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    for rank, world in (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")):
+        if rank in os.environ and world in os.environ:
+            return int(os.environ[rank]), int(os.environ[world])
+    return 0, 1
+
+
+def _find_roots(called: nn.Module) -> list[nn.Module]:
+    """The outermost modules that hold the called module, or parameters of an optimizer."""
+    objects = [value for value in gc.get_objects() if _is_instance(value, (nn.Module, torch.optim.Optimizer))]
+    modules = [value for value in objects if isinstance(value, nn.Module)]
+    inner = {id(child) for module in modules for child in module._modules.values() if child is not None}
+    inner |= {id(child) for module in modules for child in module.modules() if child is not module}
+    optimized = {
+        id(parameter)
+        for optimizer in objects
+        if isinstance(optimizer, torch.optim.Optimizer)
+        for group in getattr(optimizer, "param_groups", ())
+        for parameter in group["params"]
+    }
+    roots = [module for module in modules if id(module) not in inner and _is_root(module, called, optimized)]
+    return _without_copies(roots, called) or [called]
+
+
+def _is_instance(value: object, kinds: tuple[type, ...]) -> bool:
+    """As isinstance, without the attribute `__class__`, with which other objects run code of their own."""
+    return issubclass(type(value), kinds)
+
+
+def _is_root(module: nn.Module, called: nn.Module, optimized: set[int]) -> bool:
+    return any(child is called for child in module.modules()) or any(
+        id(parameter) in optimized for parameter in module.parameters()
+    )
+
+
+def _without_copies(roots: list[nn.Module], called: nn.Module) -> list[nn.Module]:
+    """Of modules that hold the same parameters, the one that is called, or otherwise the first."""
+    kept: list[nn.Module] = []
+    taken: set[int] = set()
+    for root in sorted(roots, key=lambda root: root is not called):
+        own = {id(parameter) for parameter in root.parameters()}
+        if not own <= taken:
+            kept.append(root)
+            taken |= own
+    return [root for root in roots if any(root is other for other in kept)]
+
+
+def _called_modules(roots: list[nn.Module], called: nn.Module) -> list[nn.Module]:
+    others = [root for root in roots if not any(child is called for child in root.modules())]
+    return [called, *others]
+
+
+def _pipeline_stage(roots: list[nn.Module]) -> int | None:
+    """The number of the pipeline stage that this rank computes, if torch's pipelining does."""
+    if "torch.distributed.pipelining" not in sys.modules:
+        return None
+    for value in gc.get_objects():
+        if _is_instance(value, (nn.Module,)) or not hasattr(type(value), "__mro__"):
+            continue
+        if any(kind.__name__ == "_PipelineStageBase" for kind in type(value).__mro__):
+            return int(value.stage_index)
+    return None
+
+
+def _is_partial(value: object) -> bool:
+    placements = getattr(value, "placements", ())
+    return any("Partial" in type(placement).__name__ for placement in placements)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    return isinstance(value, int | float | bool)
+
+
+_RECORDER: list[Recorder] = []
+
+
+def recorder() -> Recorder:
+    """The recorder of this process."""
+    if not _RECORDER:
+        _RECORDER.append(Recorder())
+    return _RECORDER[0]

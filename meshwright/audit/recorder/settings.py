@@ -1,0 +1,37 @@
+"""`Settings`: what the auditing process asks a recorder to do, as a JSON file in the record's folder."""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+FOLDER_VARIABLE = "MESHWRIGHT_AUDIT_RECORD"  # names the folder of the record in the recorded processes
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`start` is own, random or reference. `reference` is the folder of the record whose start is loaded; without one
+    and with `random`, weights are drawn. `perturb` is the relative size of random changes of the start, which show how
+    much rounding may change. `keep_dropout` leaves dropout on. `outputs` records outputs of modules, too."""
+
+    steps: int = 3
+    start: str = "random"
+    reference: str | None = None
+    perturb: float = 0.0
+    keep_dropout: bool = False
+    outputs: bool = False
+    seed: int = 0
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "settings.json").write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, folder: Path) -> "Settings":
+        return cls(**json.loads((folder / "settings.json").read_text()))
+
+
+def record_folder() -> Path | None:
+    """The folder of the record that this process belongs to; None if it is not recorded."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    return Path(folder) if folder else None
