@@ -21,6 +21,7 @@ LEVELS = {
     "selftest": 7,
     "compat": 7,
     "proof": 6,
+    "audit": 6,
     "bench": 6,
     "export": 6,
     "auto": 5,
@@ -55,6 +56,7 @@ LEVELS = {
 }
 # The folders inside a package, from the lowest to the highest: each may import those before it.
 FOLDERS = {
+    "audit": ("recorder", "causes"),
     "bench": ("strategies",),
     "calibrate": ("system",),
     "cli": ("launchers", "questions"),

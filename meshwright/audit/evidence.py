@@ -38,6 +38,15 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class Explained:
+    """The cause of the first difference, `unknown` if none fits, and the names of the causes that were ruled out."""
+
+    cause: str
+    explanation: str
+    ruled_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Evidence:
     """The first difference, and both records.
 

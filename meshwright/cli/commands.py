@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meshwright.cli.audit import audit
 from meshwright.cli.bench import bench
 from meshwright.cli.data import data
 from meshwright.cli.doctor import doctor
@@ -213,6 +214,7 @@ app.command()(init)
 app.command()(launch)
 app.command(cls=OptionsOnce)(doctor)
 app.command(cls=OptionsOnce)(explain)
+app.command(cls=OptionsOnce)(audit)
 app.command()(report)
 app.command()(watch)
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(horovodrun)

@@ -37,7 +37,7 @@ Kinds of events:
               along the first dimension, as text), `elements` (sum of digests of all elements, as text)
     loss      a scalar that backward was called on: `value`, `dtype`
     targets   of a call of cross_entropy or nll_loss: `valid`, `total`
-    norm      that gradients were clipped by: `value`, `limit`, `names`, `partial` (true if the value is of a part only)
+    norm      that gradients were clipped by: `value`, `limit`, `names`, `partial` (of a part only), `counted` (no copy)
     scale     of a gradient scaler: `value`
     options   of an optimizer, when it first steps: `optimizer` (class), `names`, and `values`
     step      an optimizer stepped: `optimizer`, `names`

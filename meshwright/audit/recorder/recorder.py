@@ -187,9 +187,11 @@ class Recorder:
         return names
 
     def norm(self, value: Any, limit: float | None, names: list[str]) -> None:
-        partial = _is_partial(value)
+        partial, counted = _partial_sum(value)
         number = local(value) if isinstance(value, Tensor) else value
-        self.events.write("norm", self.step, value=float(number), limit=limit, names=len(names), partial=partial)
+        self.events.write(
+            "norm", self.step, value=float(number), limit=limit, names=names, partial=partial, counted=counted
+        )
 
     def before_optimizer_step(self, optimizer: Any) -> None:
         self.step_depth += 1
@@ -377,9 +379,15 @@ def _pipeline_stage(roots: list[nn.Module]) -> int | None:
     return None
 
 
-def _is_partial(value: object) -> bool:
+def _partial_sum(value: Any) -> tuple[bool, bool]:
+    """Whether a norm is that of a part, whose square is still to be summed over ranks; and whether this rank's value
+    belongs to the sum, and is not a copy of another one's."""
     placements = getattr(value, "placements", ())
-    return any("Partial" in type(placement).__name__ for placement in placements)
+    partial = ["Partial" in type(placement).__name__ for placement in placements]
+    if not any(partial):
+        return False, True
+    coordinates = value.device_mesh.get_coordinate() or [0] * len(partial)
+    return True, all(part or place == 0 for part, place in zip(partial, coordinates, strict=True))
 
 
 def _is_plain(value: object) -> bool:

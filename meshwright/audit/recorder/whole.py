@@ -71,6 +71,21 @@ class WholeTensors:
                 for region, value in zip(entry["parts"], values, strict=False):
                     if value is not None:
                         written.append(WrittenPart(rank.rank, Region.from_json(region), value))
+            self._add_tied(rank, own_names)
+
+    def _add_tied(self, rank: RankRecord, own_names: bool) -> None:
+        """Further names of a tied parameter have what its first name has."""
+        entries = rank.header["parameters"]
+        for own_name, entry in entries.items():
+            first = entry["same_as"]
+            if first is None or first not in entries:
+                continue
+            name, other = own_name, first
+            if not own_names:
+                name = entry.get("reference_name") or own_name
+                other = entries[first].get("reference_name") or first
+            if name not in self.parts and other in self.parts:
+                self.parts[name], self.shapes[name] = self.parts[other], self.shapes[other]
 
     def __contains__(self, name: str) -> bool:
         return name in self.parts

@@ -1,0 +1,291 @@
+"""`compare_records`: compares two recorded trainings, tensor by tensor, in the order in which a step computes them."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from meshwright.audit.evidence import Compared, Difference
+from meshwright.audit.recorded_run import RecordedRun
+from meshwright.audit.rounding import Rounding, drift_factor, eps_of, row_shares, weight_bounds
+
+_MOST_ROWS = 10
+
+
+@dataclass(frozen=True)
+class ComparedTensor:
+    """A tensor or number that was compared. `ratio` is its error divided by what rounding explains: at most 1 if both
+    sides are equal. `error` is the largest difference relative to the largest value of the tensor."""
+
+    step: int
+    what: Compared
+    name: str | None
+    error: float
+    ratio: float
+
+
+@dataclass
+class RecordComparison:
+    """The result: every compared tensor, and by step the differences in the order in which the step computes them.
+    `bounds` holds how far each element of the last compared step's gradients may differ."""
+
+    steps: int = 0
+    values: list[ComparedTensor] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
+    bounds: dict[str, Tensor] = field(default_factory=dict)
+    not_compared: list[str] = field(default_factory=list)
+
+    @property
+    def first(self) -> Difference | None:
+        return self.differences[0] if self.differences else None
+
+    @property
+    def largest_error(self) -> float:
+        return max((value.error for value in self.values if value.what == "gradient"), default=0.0)
+
+
+def compare_records(reference: RecordedRun, candidate: RecordedRun, noise: RecordedRun | None) -> RecordComparison:
+    """Compares up to the first step that differs. `noise` is the reference from weights that were changed by one
+    rounding."""
+    return _Comparison(reference, candidate, noise).run()
+
+
+class _Comparison:
+    def __init__(self, reference: RecordedRun, candidate: RecordedRun, noise: RecordedRun | None) -> None:
+        self.reference, self.candidate, self.noise = reference, candidate, noise
+        self.result = RecordComparison(steps=min(reference.steps, candidate.steps))
+        self.eps = eps_of(reference.dtypes | candidate.dtypes)
+        self.rounding = Rounding(self.eps)
+        self.uncertainty: dict[str, Tensor] = {}  # the largest b / |g| of each gradient so far
+        self.names = [name for name in reference.parameters if name in candidate.parameters]
+        self.compared_names = set(self.names) | set(reference.buffers)
+
+    def run(self) -> RecordComparison:
+        self._compare_start()
+        for step in range(1, self.result.steps + 1):
+            if self.result.differences:
+                break
+            self._compare_step(step)
+        return self.result
+
+    def _compare_start(self) -> None:
+        names = [*self.names, *self.reference.buffers]
+        for name in names:
+            self._compare_exactly(name)
+
+    def _compare_exactly(self, name: str) -> None:
+        expected = _wide(self.reference.whole(0, "start", name))
+        if expected is not None and expected.is_floating_point():
+            bounds = 2 * self._start_eps(name) * expected.abs() + 1e-30
+            self._compare(0, "start", name, "start", expected, bounds, None)
+
+    def _start_eps(self, name: str) -> float:
+        """The eps of the shorter of both sides' types of one parameter: masters are compared, or cast copies."""
+        entries = [run.parameters.get(name) or run.buffers.get(name) or {} for run in (self.reference, self.candidate)]
+        return eps_of({entry.get("dtype", "float32") for entry in entries})
+
+    def _compare_step(self, step: int) -> None:
+        self.rounding = Rounding(self.eps, self._drift(step - 1))
+        kinds = [_gradient_kind(run, step) for run in (self.reference, self.candidate)]
+        self.result.bounds = {}
+        for name in reversed(self.names):
+            self._compare_gradient(step, name, kinds)
+        self._compare_norms(step)
+        if "unclipped" in kinds and all(run.tensors(step, "gradient").parts for run in (self.reference, self.candidate)):
+            for name in reversed(self.names):
+                self._compare_tensor(step, "clipped gradient", name, "gradient")
+        for name in self.reference.buffers:
+            self._compare_tensor(step, "buffer", name, "buffer")
+        for name in self.names:
+            self._compare_weight(step, name)
+
+    # ---- gradients
+
+    def _compare_gradient(self, step: int, name: str, kinds: list[str]) -> None:
+        expected = _wide(self.reference.whole(step, kinds[0], name))
+        if expected is None:
+            expected = self._zeros(name) if self.candidate.parts(step, kinds[1], name) else None
+            if expected is None:
+                return
+        noise = _wide(self.noise.whole(step, kinds[0], name)) if self.noise else None
+        bounds = self.rounding.element_bounds(expected, noise)
+        self.result.bounds[name] = bounds
+        self._compare(step, "gradient", name, kinds[1], expected, bounds, self.rounding.row_bound(expected, noise))
+        share = bounds / expected.abs().clamp(min=1e-300)
+        earlier = self.uncertainty.get(name)
+        self.uncertainty[name] = share if earlier is None else torch.maximum(earlier, share)
+
+    def _zeros(self, name: str) -> Tensor | None:
+        entry = self.reference.parameters[name]
+        return torch.zeros(entry["shape"], dtype=torch.float64) if entry["trained"] else None
+
+    def _compare_norms(self, step: int) -> None:
+        """Compares the norms by which gradients were clipped, if both sides clip all gradients by one norm."""
+        expected = _norm(self.reference, step)
+        if expected is None:
+            return
+        noise = _norm(self.noise, step) if self.noise else None
+        measured = abs(noise - expected) if noise is not None else 0.0
+        allowed = self.rounding.safety * measured + (self.eps / 2 + 1e-5) * abs(expected)
+        worst, ranks = 0.0, []
+        for rank, value in _norms(self.candidate, step):
+            ratio = _ratio(abs(value - expected), allowed)
+            worst = max(worst, ratio)
+            if ratio > 1:
+                ranks.append(rank)
+        error = worst * allowed / abs(expected) if expected else worst
+        self._add(Difference(step, "norm", None, error, allowed / (abs(expected) or 1.0), tuple(ranks)), worst)
+
+    # ---- weights and buffers
+
+    def _compare_tensor(self, step: int, what: Compared, name: str, kind: str) -> None:
+        expected = _wide(self.reference.whole(step, kind, name))
+        if expected is None or not self.candidate.tensors(step, kind).parts:
+            return
+        noise = _wide(self.noise.whole(step, kind, name)) if self.noise else None
+        bounds = self.rounding.element_bounds(expected, noise)
+        self._compare(step, what, name, kind, expected, bounds, self.rounding.row_bound(expected, noise))
+
+    def _compare_weight(self, step: int, name: str) -> None:
+        runs = [self.reference, *([self.noise] if self.noise else [])]
+        changes = [_change(run, step, name) for run in runs]
+        expected = _wide(self.reference.whole(step, "weight", name))
+        if changes[0] is None or expected is None or not self.candidate.tensors(step, "weight").parts:
+            return
+        noise = changes[1] if len(changes) > 1 else None
+        bounds = Rounding(2.0**-23, self.rounding.factor).element_bounds(changes[0], noise)
+        bounds = weight_bounds(changes[0], bounds, self.uncertainty.get(name))
+        bounds = bounds + 4 * step * self._start_eps(name) * expected.abs()
+        self._compare(step, "weight", name, "weight", expected, bounds, None)
+
+    def _drift(self, step: int) -> float:
+        """D of equation (3) of `rounding.py`, from the weights before this step."""
+        if step < 1 or self.noise is None:
+            return 1.0
+        candidate = noise = 0.0
+        for name in self.names:
+            own, other, right = (_change(run, step, name) for run in (self.candidate, self.noise, self.reference))
+            if own is not None and other is not None and right is not None:
+                candidate += float((own - right).square().sum())
+                noise += float((other - right).square().sum())
+        return drift_factor(math.sqrt(candidate), math.sqrt(noise))
+
+    # ---- one tensor
+
+    def _compare(
+        self,
+        step: int,
+        what: Compared,
+        name: str,
+        kind: str,
+        expected: Tensor,
+        bounds: Tensor,
+        row_bound: float | None,
+    ) -> None:
+        """Compares each rank's parts with the region of the reference's tensor, and rows of the whole tensor."""
+        parts = self.candidate.parts(step, kind, name)
+        scale = float(expected.abs().nan_to_num(0.0, posinf=0.0).max()) if expected.numel() else 0.0
+        if not parts:
+            missing = math.inf if scale > float(bounds.max() if bounds.numel() else 0.0) else 0.0
+            if missing:
+                self._add(Difference(step, what, name, missing, 0.0), missing)
+            return
+        worst, error, ranks = 0.0, 0.0, set()
+        for part in parts:
+            right, allowed = part.region.of(expected), part.region.of(bounds)
+            distance = _distance(part.value.to(torch.float64).reshape(right.shape), right)
+            ratio = _largest_ratio(distance, allowed)
+            worst = max(worst, ratio)
+            error = max(error, float(distance.max()) / (scale or 1.0) if distance.numel() else 0.0)
+            if ratio > 1:
+                ranks.add(part.rank)
+        whole = _wide(self.candidate.whole(step, kind, name))
+        if whole is None:
+            if name not in self.result.not_compared:
+                self.result.not_compared.append(name)
+        elif worst > 1 or row_bound is not None:
+            row_ratio, rows = self._compare_rows(whole, expected, bounds, row_bound)
+            if row_ratio > 1 and not ranks:
+                ranks.add(parts[0].rank)
+            worst = max(worst, row_ratio)
+            largest = float(bounds.max()) / (scale or 1.0)
+            self._add(Difference(step, what, name, error, largest, tuple(sorted(ranks)), rows), worst)
+            return
+        self._add(Difference(step, what, name, error, float(bounds.max()) / (scale or 1.0), tuple(sorted(ranks))), worst)
+
+    def _compare_rows(
+        self, whole: Tensor, expected: Tensor, bounds: Tensor, row_bound: float | None
+    ) -> tuple[float, tuple[int, ...]]:
+        """The largest ratio of equation (2), and the rows that differ by it or by an element."""
+        ratios = torch.zeros(expected.shape[0] if expected.dim() > 1 else 1, dtype=torch.float64)
+        row_ratio = 0.0
+        if row_bound is not None and expected.numel():
+            size = expected.reshape(len(ratios), -1).square().sum(1).sqrt()
+            noise = bounds.reshape(len(ratios), -1).square().sum(1).sqrt()
+            shares = row_shares(whole, expected).abs().nan_to_num(0.0)
+            ratios = torch.where(size > noise, shares / row_bound, 0.0)
+            row_ratio = float(ratios.max())
+        if expected.dim() > 1 and expected.numel():
+            elements = _distance(whole, expected) / bounds.clamp(min=1e-300)
+            ratios = torch.maximum(ratios, elements.reshape(len(ratios), -1).amax(1))
+        rows = tuple(int(row) for row in (ratios > 1).nonzero().reshape(-1)[:_MOST_ROWS])
+        return row_ratio, rows
+
+    def _add(self, difference: Difference, ratio: float) -> None:
+        value = ComparedTensor(difference.step, difference.what, difference.name, difference.error, ratio)
+        self.result.values.append(value)
+        if not ratio <= 1:
+            self.result.differences.append(difference)
+
+
+def _gradient_kind(run: RecordedRun, step: int) -> str:
+    return "unclipped" if run.tensors(step, "unclipped").parts else "gradient"
+
+
+def _norms(run: RecordedRun, step: int) -> Iterator[tuple[int, float]]:
+    """Pairs (rank, norm) of a step; the ranks' norms of parts are put together first."""
+    events = run.events("norm", step)
+    by_rank: dict[int, float] = {}
+    for event in events:
+        if event.rank in by_rank:
+            return  # several norms a step: those of groups, which the clipped gradients show
+        by_rank[event.rank] = float(event["value"])
+    if any(event["partial"] for event in events):
+        yield 0, math.sqrt(sum(by_rank[event.rank] ** 2 for event in events if event["counted"]))
+        return
+    yield from sorted(by_rank.items())
+
+
+def _norm(run: RecordedRun, step: int) -> float | None:
+    return next((value for _, value in _norms(run, step)), None)
+
+
+def _change(run: RecordedRun, step: int, name: str) -> Tensor | None:
+    """How a weight has changed since the start."""
+    before, after = (_wide(run.whole(at, kind, name)) for at, kind in ((0, "start"), (step, "weight")))
+    return None if before is None or after is None else after - before
+
+
+def _wide(value: Tensor | None) -> Tensor | None:
+    return None if value is None else value.to(torch.float64)
+
+
+def _distance(actual: Tensor, expected: Tensor) -> Tensor:
+    """|actual - expected|; infinite where only one side is not a number."""
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    return torch.where(same, 0.0, (actual - expected).abs().nan_to_num(math.inf, posinf=math.inf))
+
+
+def _largest_ratio(distance: Tensor, allowed: Tensor) -> float:
+    if not distance.numel():
+        return 0.0
+    ratio = torch.where(distance == 0, 0.0, distance / allowed.clamp(min=1e-300))
+    return float(ratio.max())
+
+
+def _ratio(distance: float, allowed: float) -> float:
+    if not math.isfinite(distance):
+        return math.inf
+    return distance / allowed if allowed else (0.0 if not distance else math.inf)

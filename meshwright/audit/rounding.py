@@ -1,0 +1,113 @@
+"""How far two right trainings may differ: measured by a third one, and never set by hand for a model.
+
+The reference is run once more from weights that are changed by one rounding of the type it computes in (the noise run).
+What changes then is what rounding can change in this model, this data and this layer. With R the reference's tensor, N
+the noise run's, and eps that of the shortest type either side computes in:
+
+(1) Each element may differ by
+
+        S · max(n, 0.3 · rms(N - R)) + 2 · eps · r + 16 · eps₃₂ · max|R|                        → `element_bounds`
+
+    where n is the largest |N - R| in the element's row or in its column, whichever is smaller, and r is the same of |R|.
+    A vector has no rows: there n is the largest of all its elements.
+(2) A row may be longer or shorter than the reference's by a share of at most
+
+        S · rms over rows of |a(N)| + eps / 2 + 1e-6        where a(X) = ⟨X - R, R⟩ / ⟨R, R⟩     → `row_bound`
+
+    Roundings cancel in the sum over a row, a wrong factor does not. So a factor is found that is smaller than the
+    rounding of a single element. Rows whose gradient is rounding only, by (1), are left out.
+(3) From the second step on, the candidate starts from weights that differ from the reference's by rounding, as those of
+    the noise run do. Where they differ D times as much, S grows by that factor.                    → `drift_factor`
+(4) An optimizer such as Adam makes whole steps of gradients that are rounding only. Where a gradient g may differ by b
+    by (1), the change of the weight since the start, u, may differ by min(1, 4 · b / |g|) · 2 · max|u|, with the largest
+    b / |g| of the steps so far.                                                                     → `weight_bounds`
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SAFETY = 8.0
+_SMALLEST_SHARE = 0.3
+_EPS32 = 2.0**-23
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """`eps` is that of the shortest type that either side computes in; `factor` is D of equation (3)."""
+
+    eps: float
+    factor: float = 1.0
+
+    @property
+    def safety(self) -> float:
+        return SAFETY * self.factor
+
+    def element_bounds(self, reference: Tensor, noise: Tensor | None) -> Tensor:
+        """Equation (1). Both tensors are in fp64; without a noise run only the fixed terms count."""
+        bounds = 2 * self.eps * smallest_slice(reference, of_vectors=False)
+        bounds = bounds + 16 * _EPS32 * _largest(reference)
+        if noise is not None:
+            change = (noise - reference).nan_to_num(0.0)
+            usual = _SMALLEST_SHARE * math.sqrt(float(change.square().mean())) if change.numel() else 0.0
+            bounds = bounds + self.safety * smallest_slice(change, of_vectors=True).clamp(min=usual)
+        return bounds
+
+    def row_bound(self, reference: Tensor, noise: Tensor | None) -> float:
+        """Equation (2)."""
+        fixed = self.eps / 2 + 1e-6
+        if noise is None:
+            return fixed
+        shares = row_shares(noise, reference)
+        shares = shares[shares.isfinite()]
+        return self.safety * math.sqrt(float(shares.square().mean())) + fixed if shares.numel() else fixed
+
+
+def smallest_slice(tensor: Tensor, of_vectors: bool) -> Tensor:
+    """For each element, the smallest over all dimensions of the largest absolute value in the slice that holds the
+    element. Of a vector it is the largest of all elements if `of_vectors`, otherwise the element itself."""
+    magnitudes = tensor.abs().nan_to_num(0.0, posinf=0.0)
+    if not tensor.numel():
+        return magnitudes
+    if tensor.dim() < 2:
+        return magnitudes.amax().expand_as(magnitudes) if of_vectors and tensor.dim() else magnitudes
+    result: Tensor | None = None
+    for dim in range(tensor.dim()):
+        largest = magnitudes.amax([other for other in range(tensor.dim()) if other != dim], keepdim=True)
+        result = largest if result is None else torch.minimum(result, largest)
+    assert result is not None
+    return result.expand_as(magnitudes)
+
+
+def row_shares(value: Tensor, reference: Tensor) -> Tensor:
+    """The share by which each row along the first dimension is longer than the reference's; not a number for rows of
+    zeros. A vector is one row."""
+    rows = reference.reshape(reference.shape[0], -1) if reference.dim() > 1 else reference.reshape(1, -1)
+    change = value.reshape(rows.shape) - rows
+    return (change * rows).sum(1) / rows.square().sum(1)
+
+
+def drift_factor(candidate: float, noise: float) -> float:
+    """Equation (3), from the root mean square distances of both runs' weights to the reference's."""
+    if not noise or not math.isfinite(candidate):
+        return 1.0
+    return max(1.0, candidate / noise)
+
+
+def weight_bounds(change: Tensor, bounds: Tensor, uncertainty: Tensor | None) -> Tensor:
+    """Equation (4): `bounds` are those of equation (1) of the weights, `uncertainty` is the largest b / |g|."""
+    if uncertainty is None or not change.numel():
+        return bounds
+    return bounds + (4 * uncertainty).clamp(max=1.0) * 2 * _largest(change)
+
+
+def eps_of(dtypes: set[str]) -> float:
+    """The eps of the shortest floating-point type among names such as bfloat16."""
+    found = [getattr(torch, name, None) for name in dtypes]
+    return max((torch.finfo(dtype).eps for dtype in found if dtype is not None and dtype.is_floating_point), default=_EPS32)
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().nan_to_num(0.0, posinf=0.0).max()) if tensor.numel() else 0.0
