@@ -12,7 +12,7 @@ from meshwright.audit.evidence import Evidence
 from meshwright.audit.recorded_run import RecordedRun
 from meshwright.audit.recorder.settings import Settings
 from meshwright.audit.result import Audit
-from meshwright.audit.rounding import eps_of
+from meshwright.audit.rounding import eps_of, perturbation
 from meshwright.audit.run_command import FinishedCommand, run_recorded
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.progress import phase
@@ -53,7 +53,7 @@ def audit(request: AuditRequest, folder: Path) -> Audit:
     continued = replace(settings, reference=str((folder / "reference").resolve()))
     candidate = _record("the candidate", request.candidate, request, folder / "candidate", continued)
     eps = eps_of(reference.dtypes | candidate.dtypes)
-    perturbed = replace(continued, perturb=eps)
+    perturbed = replace(continued, perturb=perturbation(eps))
     noise = _record("the reference, changed by rounding", request.reference, request, folder / "rounding", perturbed)
     result = compare(reference, candidate, noise)
     return replace(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshwright.audit.evidence import Compared, Difference
 from meshwright.audit.recorded_run import RecordedRun
-from meshwright.audit.rounding import Rounding, drift_factor, eps_of, row_shares, weight_bounds
+from meshwright.audit.rounding import Rounding, as_rows, drift_factor, eps_of, row_shares, weight_bounds
 
 _MOST_ROWS = 10
 
@@ -87,13 +87,15 @@ class _Comparison:
         return eps_of({entry.get("dtype", "float32") for entry in entries})
 
     def _compare_step(self, step: int) -> None:
-        self.rounding = Rounding(self.eps, self._drift(step - 1))
+        self.rounding = Rounding(self.eps, step * self._drift(step - 1))
         kinds = [_gradient_kind(run, step) for run in (self.reference, self.candidate)]
         self.result.bounds = {}
         for name in reversed(self.names):
             self._compare_gradient(step, name, kinds)
         self._compare_norms(step)
-        if "unclipped" in kinds and all(run.tensors(step, "gradient").parts for run in (self.reference, self.candidate)):
+        if "unclipped" in kinds and all(
+            run.tensors(step, "gradient").parts for run in (self.reference, self.candidate)
+        ):
             for name in reversed(self.names):
                 self._compare_tensor(step, "clipped gradient", name, "gradient")
         for name in self.reference.buffers:
@@ -112,7 +114,8 @@ class _Comparison:
         noise = _wide(self.noise.whole(step, kinds[0], name)) if self.noise else None
         bounds = self.rounding.element_bounds(expected, noise)
         self.result.bounds[name] = bounds
-        self._compare(step, "gradient", name, kinds[1], expected, bounds, self.rounding.row_bound(expected, noise))
+        row_bounds = self.rounding.row_bounds(expected, noise) if step == 1 else None
+        self._compare(step, "gradient", name, kinds[1], expected, bounds, row_bounds)
         share = bounds / expected.abs().clamp(min=1e-300)
         earlier = self.uncertainty.get(name)
         self.uncertainty[name] = share if earlier is None else torch.maximum(earlier, share)
@@ -146,7 +149,7 @@ class _Comparison:
             return
         noise = _wide(self.noise.whole(step, kind, name)) if self.noise else None
         bounds = self.rounding.element_bounds(expected, noise)
-        self._compare(step, what, name, kind, expected, bounds, self.rounding.row_bound(expected, noise))
+        self._compare(step, what, name, kind, expected, bounds, None)
 
     def _compare_weight(self, step: int, name: str) -> None:
         runs = [self.reference, *([self.noise] if self.noise else [])]
@@ -182,7 +185,7 @@ class _Comparison:
         kind: str,
         expected: Tensor,
         bounds: Tensor,
-        row_bound: float | None,
+        row_bounds: Tensor | None,
     ) -> None:
         """Compares each rank's parts with the region of the reference's tensor, and rows of the whole tensor."""
         parts = self.candidate.parts(step, kind, name)
@@ -192,46 +195,38 @@ class _Comparison:
             if missing:
                 self._add(Difference(step, what, name, missing, 0.0), missing)
             return
-        worst, error, ranks = 0.0, 0.0, set()
+        worst, error, largest, ranks = 0.0, 0.0, 0.0, set()
         for part in parts:
             right, allowed = part.region.of(expected), part.region.of(bounds)
             distance = _distance(part.value.to(torch.float64).reshape(right.shape), right)
-            ratio = _largest_ratio(distance, allowed)
-            worst = max(worst, ratio)
-            error = max(error, float(distance.max()) / (scale or 1.0) if distance.numel() else 0.0)
-            if ratio > 1:
+            if not distance.numel():
+                continue
+            ratios = torch.where(distance == 0, 0.0, distance / allowed.clamp(min=1e-300)).reshape(-1)
+            place = int(ratios.argmax())
+            if float(ratios[place]) >= worst:
+                worst = float(ratios[place])
+                error, largest = (float(value.reshape(-1)[place]) / (scale or 1.0) for value in (distance, allowed))
+            if not ratios[place] <= 1:
                 ranks.add(part.rank)
         whole = _wide(self.candidate.whole(step, kind, name))
+        rows: tuple[int, ...] = ()
         if whole is None:
-            if name not in self.result.not_compared:
-                self.result.not_compared.append(name)
-        elif worst > 1 or row_bound is not None:
-            row_ratio, rows = self._compare_rows(whole, expected, bounds, row_bound)
-            if row_ratio > 1 and not ranks:
-                ranks.add(parts[0].rank)
-            worst = max(worst, row_ratio)
-            largest = float(bounds.max()) / (scale or 1.0)
-            self._add(Difference(step, what, name, error, largest, tuple(sorted(ranks)), rows), worst)
-            return
-        self._add(Difference(step, what, name, error, float(bounds.max()) / (scale or 1.0), tuple(sorted(ranks))), worst)
+            self._note_not_compared(name)
+        else:
+            if row_bounds is not None and expected.numel():
+                shares = row_shares(whole, expected).abs().nan_to_num(0.0)
+                place = int((shares / row_bounds).argmax())
+                if float(shares[place] / row_bounds[place]) > max(1.0, worst):
+                    error, largest = float(shares[place]), float(row_bounds[place])
+                    worst = error / largest
+                    ranks.update(() if ranks else (parts[0].rank,))
+            if worst > 1:
+                rows = _differing_rows(whole, expected, bounds, row_bounds)
+        self._add(Difference(step, what, name, error, largest, tuple(sorted(ranks)), rows), worst)
 
-    def _compare_rows(
-        self, whole: Tensor, expected: Tensor, bounds: Tensor, row_bound: float | None
-    ) -> tuple[float, tuple[int, ...]]:
-        """The largest ratio of equation (2), and the rows that differ by it or by an element."""
-        ratios = torch.zeros(expected.shape[0] if expected.dim() > 1 else 1, dtype=torch.float64)
-        row_ratio = 0.0
-        if row_bound is not None and expected.numel():
-            size = expected.reshape(len(ratios), -1).square().sum(1).sqrt()
-            noise = bounds.reshape(len(ratios), -1).square().sum(1).sqrt()
-            shares = row_shares(whole, expected).abs().nan_to_num(0.0)
-            ratios = torch.where(size > noise, shares / row_bound, 0.0)
-            row_ratio = float(ratios.max())
-        if expected.dim() > 1 and expected.numel():
-            elements = _distance(whole, expected) / bounds.clamp(min=1e-300)
-            ratios = torch.maximum(ratios, elements.reshape(len(ratios), -1).amax(1))
-        rows = tuple(int(row) for row in (ratios > 1).nonzero().reshape(-1)[:_MOST_ROWS])
-        return row_ratio, rows
+    def _note_not_compared(self, name: str) -> None:
+        if name not in self.result.not_compared:
+            self.result.not_compared.append(name)
 
     def _add(self, difference: Difference, ratio: float) -> None:
         value = ComparedTensor(difference.step, difference.what, difference.name, difference.error, ratio)
@@ -278,11 +273,14 @@ def _distance(actual: Tensor, expected: Tensor) -> Tensor:
     return torch.where(same, 0.0, (actual - expected).abs().nan_to_num(math.inf, posinf=math.inf))
 
 
-def _largest_ratio(distance: Tensor, allowed: Tensor) -> float:
-    if not distance.numel():
-        return 0.0
-    ratio = torch.where(distance == 0, 0.0, distance / allowed.clamp(min=1e-300))
-    return float(ratio.max())
+def _differing_rows(whole: Tensor, expected: Tensor, bounds: Tensor, row_bounds: Tensor | None) -> tuple[int, ...]:
+    """The first rows of a matrix that differ, by one of their elements or by the share of equation (2)."""
+    if expected.dim() < 2 or not expected.numel():
+        return ()
+    ratios = as_rows(_distance(whole, expected) / bounds.clamp(min=1e-300)).amax(1)
+    if row_bounds is not None:
+        ratios = torch.maximum(ratios, row_shares(whole, expected).abs().nan_to_num(0.0) / row_bounds)
+    return tuple(int(row) for row in (ratios > 1).nonzero().reshape(-1)[:_MOST_ROWS])
 
 
 def _ratio(distance: float, allowed: float) -> float:

@@ -1,8 +1,8 @@
 """How far two right trainings may differ: measured by a third one, and never set by hand for a model.
 
-The reference is run once more from weights that are changed by one rounding of the type it computes in (the noise run).
-What changes then is what rounding can change in this model, this data and this layer. With R the reference's tensor, N
-the noise run's, and eps that of the shortest type either side computes in:
+The reference is run once more from weights that are changed by about one rounding of the type it computes in (the noise
+run). What changes then is what rounding can change in this model, this data and this layer. With R the reference's
+tensor, N the noise run's, and eps that of the shortest type either side computes in:
 
 (1) Each element may differ by
 
@@ -12,12 +12,15 @@ the noise run's, and eps that of the shortest type either side computes in:
     A vector has no rows: there n is the largest of all its elements.
 (2) A row may be longer or shorter than the reference's by a share of at most
 
-        S · rms over rows of |a(N)| + eps / 2 + 1e-6        where a(X) = ⟨X - R, R⟩ / ⟨R, R⟩     → `row_bound`
+        3 · max(rms over rows of |a(N)|, ‖N - R‖ / (‖R‖ · √k)) + eps / 2 + 1e-6                  → `row_bounds`
 
-    Roundings cancel in the sum over a row, a wrong factor does not. So a factor is found that is smaller than the
-    rounding of a single element. Rows whose gradient is rounding only, by (1), are left out.
-(3) From the second step on, the candidate starts from weights that differ from the reference's by rounding, as those of
-    the noise run do. Where they differ D times as much, S grows by that factor.                    → `drift_factor`
+    where a(X) = ⟨X - R, R⟩ / ⟨R, R⟩, and the second norms are those of the row, which has k elements. Roundings cancel
+    in the sum over a row, a wrong factor does not. So a factor is found that is smaller than the rounding of a single
+    element. Rows whose gradient is rounding only, ‖R‖ ≤ S · ‖N - R‖, are left out. This counts in the first step only:
+    later, a row may follow another sign of a ReLU, and roundings cancel no longer.
+(3) S is 8, and 5 for types shorter than fp32: there the roundings of values dominate, which the noise run has; with
+    fp32, sums in another order do. In step k it is k · D times as large: the candidate starts from weights that differ
+    from the reference's by rounding, as those of the noise run do, and D says how many times as much. → `drift_factor`
 (4) An optimizer such as Adam makes whole steps of gradients that are rounding only. Where a gradient g may differ by b
     by (1), the change of the weight since the start, u, may differ by min(1, 4 · b / |g|) · 2 · max|u|, with the largest
     b / |g| of the steps so far.                                                                     → `weight_bounds`
@@ -29,21 +32,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SAFETY = 8.0
+_SAFETY, _SAFETY_OF_SHORT_TYPES = 8.0, 5.0
+_ROW_SAFETY = 3.0
 _SMALLEST_SHARE = 0.3
 _EPS32 = 2.0**-23
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """`eps` is that of the shortest type that either side computes in; `factor` is D of equation (3)."""
+    """`eps` is that of the shortest type that either side computes in; `factor` is k · D of equation (3)."""
 
     eps: float
     factor: float = 1.0
 
     @property
     def safety(self) -> float:
-        return SAFETY * self.factor
+        return self.factor * (_SAFETY if self.eps <= _EPS32 else _SAFETY_OF_SHORT_TYPES)
 
     def element_bounds(self, reference: Tensor, noise: Tensor | None) -> Tensor:
         """Equation (1). Both tensors are in fp64; without a noise run only the fixed terms count."""
@@ -55,14 +59,18 @@ class Rounding:
             bounds = bounds + self.safety * smallest_slice(change, of_vectors=True).clamp(min=usual)
         return bounds
 
-    def row_bound(self, reference: Tensor, noise: Tensor | None) -> float:
-        """Equation (2)."""
+    def row_bounds(self, reference: Tensor, noise: Tensor | None) -> Tensor:
+        """Equation (2), for each row; infinite for rows whose gradient is rounding only."""
+        sizes = _row_norms(reference)
         fixed = self.eps / 2 + 1e-6
         if noise is None:
-            return fixed
-        shares = row_shares(noise, reference)
-        shares = shares[shares.isfinite()]
-        return self.safety * math.sqrt(float(shares.square().mean())) + fixed if shares.numel() else fixed
+            return torch.where(sizes > 0, fixed, math.inf)
+        changes = _row_norms((noise - reference).nan_to_num(0.0))
+        counted = sizes > self.safety * changes
+        shares = row_shares(noise, reference)[counted]
+        usual = math.sqrt(float(shares.square().mean())) if shares.numel() else 0.0
+        own = changes / (sizes * math.sqrt(max(1, as_rows(reference).shape[1])))
+        return torch.where(counted, _ROW_SAFETY * own.clamp(min=usual) + fixed, math.inf)
 
 
 def smallest_slice(tensor: Tensor, of_vectors: bool) -> Tensor:
@@ -81,12 +89,21 @@ def smallest_slice(tensor: Tensor, of_vectors: bool) -> Tensor:
     return result.expand_as(magnitudes)
 
 
+def as_rows(tensor: Tensor) -> Tensor:
+    """The tensor as a matrix of its rows along the first dimension. A vector is one row."""
+    if tensor.dim() < 2 or not tensor.numel():
+        return tensor.reshape(1, -1)
+    return tensor.reshape(tensor.shape[0], -1)
+
+
 def row_shares(value: Tensor, reference: Tensor) -> Tensor:
-    """The share by which each row along the first dimension is longer than the reference's; not a number for rows of
-    zeros. A vector is one row."""
-    rows = reference.reshape(reference.shape[0], -1) if reference.dim() > 1 else reference.reshape(1, -1)
-    change = value.reshape(rows.shape) - rows
-    return (change * rows).sum(1) / rows.square().sum(1)
+    """The share by which each row is longer than the reference's; not a number for rows of zeros."""
+    rows = as_rows(reference)
+    return ((as_rows(value) - rows) * rows).sum(1) / rows.square().sum(1)
+
+
+def _row_norms(tensor: Tensor) -> Tensor:
+    return as_rows(tensor).square().sum(1).sqrt()
 
 
 def drift_factor(candidate: float, noise: float) -> float:
@@ -103,10 +120,17 @@ def weight_bounds(change: Tensor, bounds: Tensor, uncertainty: Tensor | None) ->
     return bounds + (4 * uncertainty).clamp(max=1.0) * 2 * _largest(change)
 
 
+def perturbation(eps: float) -> float:
+    """The relative change of the noise run's weights. In fp32, half an eps would leave many weights as they are."""
+    return eps if eps <= _EPS32 else eps / 2
+
+
 def eps_of(dtypes: set[str]) -> float:
     """The eps of the shortest floating-point type among names such as bfloat16."""
     found = [getattr(torch, name, None) for name in dtypes]
-    return max((torch.finfo(dtype).eps for dtype in found if dtype is not None and dtype.is_floating_point), default=_EPS32)
+    return max(
+        (torch.finfo(dtype).eps for dtype in found if dtype is not None and dtype.is_floating_point), default=_EPS32
+    )
 
 
 def _largest(tensor: Tensor) -> float:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,7 +76,7 @@ def split_command(command: str) -> list[str]:
     except ValueError as error:
         raise InputError(f"{command!r} is no command: {error}") from None
     if not arguments:
-        raise InputError("the command is empty: name the script, for example \"python train.py\"")
+        raise InputError('the command is empty: name the script, for example "python train.py"')
     if arguments[0] == "python":
         arguments[0] = sys.executable
     return arguments
@@ -88,7 +89,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _end_group(group: int) -> None:
     """Ends the processes of a command that are still running: it is the leader of a session of its own."""
-    try:
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass

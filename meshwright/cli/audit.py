@@ -14,7 +14,7 @@ from meshwright.cli.text import console, print_lines
 
 def audit(
     reference: Annotated[
-        str, typer.Option("--reference", metavar="CMD", help="The command that is taken as right: \"python train.py\".")
+        str, typer.Option("--reference", metavar="CMD", help='The command that is taken as right: "python train.py".')
     ],
     candidate: Annotated[
         str, typer.Option("--candidate", metavar="CMD", help='The command to compare with it: "torchrun … train.py".')

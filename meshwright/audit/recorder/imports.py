@@ -37,7 +37,7 @@ class _Watcher(importlib.abc.MetaPathFinder):
         else:
             return None
         if spec.loader is not None:
-            spec.loader = _NotifyingLoader(spec.loader, name)  # type: ignore[assignment]
+            spec.loader = _NotifyingLoader(spec.loader, name)
         return spec
 
 

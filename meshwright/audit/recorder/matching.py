@@ -28,9 +28,7 @@ def match_names(candidate: Shapes, reference: Shapes) -> dict[str, str]:
     return matched
 
 
-def _best_prefixes(
-    left: list[str], free: list[str], candidate: Shapes, reference: Shapes
-) -> tuple[str, str] | None:
+def _best_prefixes(left: list[str], free: list[str], candidate: Shapes, reference: Shapes) -> tuple[str, str] | None:
     """The pair (removed, added) of prefixes that explains most names; None if none is explained."""
     by_end: dict[str, list[str]] = {}
     for name in free:

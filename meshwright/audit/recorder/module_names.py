@@ -25,7 +25,7 @@ class NamedTensor:
 
     @property
     def tensor(self) -> Tensor:
-        value = self.module._parameters.get(self.attribute)
+        value: Tensor | None = self.module._parameters.get(self.attribute)
         if value is None:
             value = self.module._buffers.get(self.attribute)
         if value is None:

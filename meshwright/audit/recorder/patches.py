@@ -131,7 +131,7 @@ def _watch_scaler() -> None:
             own.scale(float(scaler.get_scale()))
         return original(scaler, optimizer, *arguments, **named)
 
-    GradScaler.step = step  # type: ignore[method-assign]
+    GradScaler.step = step  # type: ignore[method-assign, assignment]
 
 
 def _watch_losses() -> None:

@@ -188,10 +188,8 @@ class Recorder:
 
     def norm(self, value: Any, limit: float | None, names: list[str]) -> None:
         partial, counted = _partial_sum(value)
-        number = local(value) if isinstance(value, Tensor) else value
-        self.events.write(
-            "norm", self.step, value=float(number), limit=limit, names=names, partial=partial, counted=counted
-        )
+        number = float(local(value)) if isinstance(value, Tensor) else float(value)  # type: ignore[arg-type]
+        self.events.write("norm", self.step, value=number, limit=limit, names=names, partial=partial, counted=counted)
 
     def before_optimizer_step(self, optimizer: Any) -> None:
         self.step_depth += 1
@@ -254,7 +252,9 @@ class Recorder:
         if not self.pending:
             return
         step = max(self.steps_of.values())
-        self._write_held("weight", step, {name: self.parameters[name] for name in self.parameters if name in self.pending})
+        self._write_held(
+            "weight", step, {name: self.parameters[name] for name in self.parameters if name in self.pending}
+        )
         self._write_held("buffer", step, self.buffers)
         self.pending.clear()
 
