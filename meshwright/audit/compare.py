@@ -88,7 +88,7 @@ class _Comparison:
 
     def _compare_step(self, step: int) -> None:
         self.rounding = Rounding(self.eps, step * self._drift(step - 1))
-        kinds = [_gradient_kind(run, step) for run in (self.reference, self.candidate)]
+        kinds = self.reference.gradient_kinds(self.candidate, step)
         self.result.bounds = {}
         for name in reversed(self.names):
             self._compare_gradient(step, name, kinds)
@@ -105,7 +105,7 @@ class _Comparison:
 
     # ---- gradients
 
-    def _compare_gradient(self, step: int, name: str, kinds: list[str]) -> None:
+    def _compare_gradient(self, step: int, name: str, kinds: tuple[str, str]) -> None:
         expected = _wide(self.reference.whole(step, kinds[0], name))
         if expected is None:
             expected = self._zeros(name) if self.candidate.parts(step, kinds[1], name) else None
@@ -233,10 +233,6 @@ class _Comparison:
         self.result.values.append(value)
         if not ratio <= 1:
             self.result.differences.append(difference)
-
-
-def _gradient_kind(run: RecordedRun, step: int) -> str:
-    return "unclipped" if run.tensors(step, "unclipped").parts else "gradient"
 
 
 def _norms(run: RecordedRun, step: int) -> Iterator[tuple[int, float]]:

@@ -65,8 +65,9 @@ class Evidence:
         return max(1, self.difference.step)
 
     def gradient_kind(self, run: RecordedRun) -> str:
-        """The kind of tensors that holds the gradients before clipping: `unclipped` if the script clips."""
-        return "unclipped" if run.tensors(self.step, "unclipped").parts else "gradient"
+        """The kind of tensors that holds a run's gradients before clipping: `unclipped` if the script clips."""
+        own, theirs = self.reference.gradient_kinds(self.candidate, self.step)
+        return own if run is self.reference else theirs
 
     def expected(self, name: str) -> Tensor | None:
         """The reference's gradient before clipping, in fp64."""

@@ -108,6 +108,16 @@ class RecordedRun:
             if event.kind == kind and (step is None or event.step == step)
         ]
 
+    def gradient_kinds(self, other: "RecordedRun", step: int) -> tuple[str, str]:
+        """The kinds of tensors that hold this run's and the other one's gradients before clipping. They are the
+        gradients as the optimizer gets them (of both) if one side clips in a way that is not seen."""
+        kinds = [[kind for kind in ("unclipped", "gradient") if run.tensors(step, kind).parts] for run in (self, other)]
+        for kind in ("unclipped", "gradient"):
+            if all(kind in written for written in kinds):
+                return kind, kind
+        own, theirs = (written[0] if written else "gradient" for written in kinds)
+        return own, theirs
+
     def notes(self) -> list[str]:
         return list(dict.fromkeys(note for rank in self.ranks for note in rank.header["notes"]))
 

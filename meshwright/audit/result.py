@@ -62,7 +62,7 @@ class Audit:
             only_reference=tuple(name for name in names[0] if name not in names[1]),
             only_candidate=tuple(name for name in names[1] if name not in names[0]),
             not_compared=tuple(comparison.not_compared),
-            notes=tuple([*reference.notes(), *candidate.notes()]),
+            notes=(*reference.notes(), *candidate.notes()),
             layouts=_layouts(candidate),
         )
 

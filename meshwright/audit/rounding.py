@@ -8,8 +8,8 @@ tensor, N the noise run's, and eps that of the shortest type either side compute
 
         S · max(n, 0.3 · rms(N - R)) + 2 · eps · r + 16 · eps₃₂ · max|R|                        → `element_bounds`
 
-    where n is the largest |N - R| in the element's row or in its column, whichever is smaller, and r is the same of |R|.
-    A vector has no rows: there n is the largest of all its elements.
+    where n is the largest |N - R| in the element's row or in its column, whichever is smaller, and r is the same of
+    |R|. A vector has no rows: there n is the largest of all its elements.
 (2) A row may be longer or shorter than the reference's by a share of at most
 
         3 · max(rms over rows of |a(N)|, ‖N - R‖ / (‖R‖ · √k)) + eps / 2 + 1e-6                  → `row_bounds`
@@ -22,8 +22,8 @@ tensor, N the noise run's, and eps that of the shortest type either side compute
     fp32, sums in another order do. In step k it is k · D times as large: the candidate starts from weights that differ
     from the reference's by rounding, as those of the noise run do, and D says how many times as much. → `drift_factor`
 (4) An optimizer such as Adam makes whole steps of gradients that are rounding only. Where a gradient g may differ by b
-    by (1), the change of the weight since the start, u, may differ by min(1, 4 · b / |g|) · 2 · max|u|, with the largest
-    b / |g| of the steps so far.                                                                     → `weight_bounds`
+    by (1), the change of the weight since the start, u, may differ by min(1, 4 · b / |g|) · 2 · max|u|, with the
+    largest b / |g| of the steps so far.                                                             → `weight_bounds`
 """
 
 import math

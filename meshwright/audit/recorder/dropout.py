@@ -33,7 +33,7 @@ def turn_off_functions() -> None:
     functional.scaled_dot_product_attention = without_dropout
 
 
-def _identity(input: Tensor, *arguments: Any, **options: Any) -> Tensor:  # noqa: A002 (torch's name)
+def _identity(input: Tensor, *arguments: Any, **options: Any) -> Tensor:
     return input
 
 

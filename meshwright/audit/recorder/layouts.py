@@ -71,7 +71,7 @@ def _hold_one(entry: NamedTensor) -> Held:
     tensor = entry.tensor
     trained = tensor.requires_grad
     if is_dtensor(tensor):
-        part = Part(_dtensor_region(tensor), lambda: local(entry.tensor), lambda: local(entry.tensor.grad))
+        part = Part(_dtensor_region(tensor), lambda: local(entry.tensor), lambda: _dtensor_gradient(entry.tensor))
         layout = "DTensor"
     else:
         part = Part(whole_region(tensor.shape), lambda: entry.tensor.detach(), lambda: _gradient(entry.tensor))
@@ -100,6 +100,16 @@ def local(value: Any) -> Tensor | None:
         return None if value is None else value.detach()
     part: Tensor = value._local_tensor.detach()
     return part.wait() if hasattr(part, "wait") else part
+
+
+def _dtensor_gradient(parameter: Any) -> Tensor | None:
+    """This rank's part of a DTensor's gradient, which may lie otherwise than the parameter (the optimizer moves it
+    then). All ranks of the mesh step together, so they may communicate here."""
+    gradient = parameter.grad
+    if gradient is not None and is_dtensor(gradient) and gradient.placements != parameter.placements:
+        with torch.no_grad():
+            gradient = gradient.redistribute(placements=parameter.placements)
+    return local(gradient)
 
 
 def _dtensor_region(tensor: Any) -> Region:

@@ -142,7 +142,7 @@ def _watch_losses() -> None:
 
 def _watched_loss(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
-    def watched(input: Tensor, target: Tensor, *arguments: Any, **named: Any) -> Tensor:  # noqa: A002 (torch's name)
+    def watched(input: Tensor, target: Tensor, *arguments: Any, **named: Any) -> Tensor:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
             own = recorder()
             if own.is_recording and not target.dtype.is_floating_point and input.requires_grad:

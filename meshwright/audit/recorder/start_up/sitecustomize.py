@@ -15,7 +15,8 @@ def _start_recorder() -> None:
     spec = importlib.util.spec_from_file_location(
         _NAME, os.path.join(package, "__init__.py"), submodule_search_locations=[package]
     )
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[_NAME] = module
     spec.loader.exec_module(module)
