@@ -32,6 +32,9 @@ MAY_READ_ENVIRONMENT = (
     *("files/cache.py", "files/trust.py", "files/user_path.py"),
     *("processes/environment.py", "processes/torch_private.py", "processes/launchers/store_place.py"),
     *("processes/local/fork_server.py", "processes/local/run_in_ranks.py", "processes/local/replacing_agent.py"),
+    # the command of an audit passes all on; its recorder finds its folder there, and the rank before torch knows it
+    *("audit/run_command.py", "audit/recorder/settings.py", "audit/recorder/recorder.py"),
+    "audit/recorder/start_up/sitecustomize.py",
     *("processes/network/interface.py", "processes/token/machines.py", "processes/token/run_token.py"),
 )
 # Files of `compat/` that read their library's variables, by `processes/environment.py`, and how these variables begin.
@@ -69,6 +72,7 @@ LIBRARIES = (
 )
 KNOW_DOORS = ("cli", "compat")
 MAY_NAME_LIBRARIES = {
+    "audit/recorder/imports.py": (("deepspeed",), "records training under it, in processes without this package"),
     "export/configurations/write.py": (("accelerate", "deepspeed"), "formats of files that it writes"),
     "export/huggingface.py": (("transformers",), "writes a user's model of transformers as the library reads it"),
     "parallel/weights/transformers_files.py": (("transformers",), "its rules for the names of pretrained weights"),

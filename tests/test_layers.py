@@ -59,7 +59,7 @@ FOLDERS = {
     "audit": ("recorder", "causes"),
     "bench": ("strategies",),
     "calibrate": ("system",),
-    "cli": ("launchers", "questions"),
+    "cli": ("checks", "launchers", "questions"),
     "collectives": ("schedules", "shared_memory"),
     "compat": ("deepspeed_config", "accelerate", "deepspeed", "horovod", "lightning", "ray", "transformers"),
     "data": ("collate",),

@@ -16,6 +16,7 @@ MOST_RANKS_HERE = 1_024  # processes that a command starts on this machine
 MOST_RANKS_PER_CORE = 32  # more of them take turns on a core for so long that they seem to hang
 MOST_CHUNKS = 4_096  # of a loss
 LARGEST_COUNT = 2**31 - 1
+MOST_RECORDED_STEPS = 9_999  # each is a file as large as the weights and gradients
 MOST_STEPS = 99_999_999  # the names of checkpoints have eight digits
 
 

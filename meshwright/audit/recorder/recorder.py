@@ -5,7 +5,6 @@ on each optimizer step: gradients before it, and weights and buffers at the next
 optimizers gather weights after their step."""
 
 import atexit
-import gc
 import json
 import os
 import platform
@@ -22,6 +21,7 @@ from . import dropout, samples
 from .layouts import hold_model, local
 from .parts import Held
 from .record_files import EventFile, write_tensors
+from .roots import called_modules, find_roots, pipeline_stage
 from .settings import Settings, record_folder
 from .start import draw_start, find_divisions, load_start, name_after_reference, perturb
 from .whole import WholeTensors, read_ranks
@@ -77,13 +77,13 @@ class Recorder:
             self.ended = True
             return False
         self.events = EventFile(self.folder / "events.jsonl")
-        self.roots = _find_roots(module)
+        self.roots = find_roots(module)
         self.parameters, self.buffers = hold_model(self.roots)
         self._make_start()
         self._index()
         self.dtypes |= {str(held.dtype).removeprefix("torch.") for held in self.parameters.values()}
         self.write_header()
-        for called in _called_modules(self.roots, module):
+        for called in called_modules(self.roots, module):
             called.register_forward_pre_hook(_untraced(self._before_call), with_kwargs=True, prepend=True)
         atexit.register(self.end, "exit")
         return True
@@ -127,7 +127,7 @@ class Recorder:
             "torch": torch.__version__,
             "device": device,
             "arguments": sys.argv,
-            "stage": _pipeline_stage(self.roots),
+            "stage": pipeline_stage(self.roots),
             "dtypes": sorted(self.dtypes),
             "parameters": {name: held.to_json() for name, held in self.parameters.items()},
             "buffers": {name: held.to_json() for name, held in self.buffers.items()},
@@ -320,63 +320,6 @@ def _rank_and_world() -> tuple[int, int]:
         if rank in os.environ and world in os.environ:
             return int(os.environ[rank]), int(os.environ[world])
     return 0, 1
-
-
-def _find_roots(called: nn.Module) -> list[nn.Module]:
-    """The outermost modules that hold the called module, or parameters of an optimizer."""
-    objects = [value for value in gc.get_objects() if _is_instance(value, (nn.Module, torch.optim.Optimizer))]
-    modules = [value for value in objects if isinstance(value, nn.Module)]
-    inner = {id(child) for module in modules for child in module._modules.values() if child is not None}
-    inner |= {id(child) for module in modules for child in module.modules() if child is not module}
-    optimized = {
-        id(parameter)
-        for optimizer in objects
-        if isinstance(optimizer, torch.optim.Optimizer)
-        for group in getattr(optimizer, "param_groups", ())
-        for parameter in group["params"]
-    }
-    roots = [module for module in modules if id(module) not in inner and _is_root(module, called, optimized)]
-    return _without_copies(roots, called) or [called]
-
-
-def _is_instance(value: object, kinds: tuple[type, ...]) -> bool:
-    """As isinstance, without the attribute `__class__`, with which other objects run code of their own."""
-    return issubclass(type(value), kinds)
-
-
-def _is_root(module: nn.Module, called: nn.Module, optimized: set[int]) -> bool:
-    return any(child is called for child in module.modules()) or any(
-        id(parameter) in optimized for parameter in module.parameters()
-    )
-
-
-def _without_copies(roots: list[nn.Module], called: nn.Module) -> list[nn.Module]:
-    """Of modules that hold the same parameters, the one that is called, or otherwise the first."""
-    kept: list[nn.Module] = []
-    taken: set[int] = set()
-    for root in sorted(roots, key=lambda root: root is not called):
-        own = {id(parameter) for parameter in root.parameters()}
-        if not own <= taken:
-            kept.append(root)
-            taken |= own
-    return [root for root in roots if any(root is other for other in kept)]
-
-
-def _called_modules(roots: list[nn.Module], called: nn.Module) -> list[nn.Module]:
-    others = [root for root in roots if not any(child is called for child in root.modules())]
-    return [called, *others]
-
-
-def _pipeline_stage(roots: list[nn.Module]) -> int | None:
-    """The number of the pipeline stage that this rank computes, if torch's pipelining does."""
-    if "torch.distributed.pipelining" not in sys.modules:
-        return None
-    for value in gc.get_objects():
-        if _is_instance(value, (nn.Module,)) or not hasattr(type(value), "__mro__"):
-            continue
-        if any(kind.__name__ == "_PipelineStageBase" for kind in type(value).__mro__):
-            return int(value.stage_index)
-    return None
 
 
 def _partial_sum(value: Any) -> tuple[bool, bool]:
