@@ -1,4 +1,4 @@
-"""The page of a file: a plan, a proof or a benchmark, which is recognized by what the file contains."""
+"""The page of a file: a plan, a proof, an audit or a benchmark, which is recognized by what the file contains."""
 
 from pathlib import Path
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.files.foreign import UNREADABLE, describe_unreadable, parse_json, read_bytes
 from meshwright.job import load_plan
+from meshwright.report.audit_page import audit_page
 from meshwright.report.benches.page import bench_page, is_bench
 from meshwright.report.page import Page
 from meshwright.report.plans.page import plan_file_page, plan_page
@@ -14,8 +15,8 @@ from meshwright.report.question_page import question_page
 
 _LARGEST_BYTES = 64 * 2**20
 _ACCEPTED = (
-    "name a run folder, a plan (YAML, or the JSON of `meshwright plan`), or the JSON of `meshwright prove` or"
-    " `meshwright bench`"
+    "name a run folder, a plan (YAML, or the JSON of `meshwright plan`), or the JSON of `meshwright prove`,"
+    " `meshwright audit` or `meshwright bench`"
 )
 
 
@@ -40,6 +41,8 @@ def file_page(path: Path) -> Page:
 
 
 def _page(value: dict[str, Any], path: Path) -> Page:
+    if "comparable" in value and "checked" in value:
+        return audit_page(value)
     if "equal" in value and "checked" in value:
         return proof_page(value, path.stem)
     if "question" in value:
@@ -50,7 +53,7 @@ def _page(value: dict[str, Any], path: Path) -> Page:
         return bench_page(value, path.stem)
     fields = ", ".join(list(value)[:8]) or "no fields"
     raise InputError(
-        f"{path}: this JSON has {fields}, which is neither a plan nor a proof nor a benchmark: {_ACCEPTED}"
+        f"{path}: this JSON has {fields}, which is neither a plan nor a proof nor an audit nor a benchmark: {_ACCEPTED}"
     )
 
 
