@@ -1,4 +1,4 @@
-"""The page of an audit: the first difference, the model's modules coloured by how much their gradients differ, and every
+"""The page of an audit: the first difference, the modules coloured by how much their gradients differ, and every
 comparison."""
 
 from collections.abc import Iterator, Mapping
@@ -15,8 +15,8 @@ Row = dict[str, Any]
 
 
 def audit_page(details: Mapping[str, Any]) -> Page:
-    """Returns the page of an audit. `details` is the JSON that `meshwright audit --output` saves; without `compared`, as
-    in the JSON that it prints, the page has the summary only."""
+    """Returns the page of an audit. `details` is the JSON that `meshwright audit --output` saves; without `compared`,
+    as in the JSON that it prints, the page has the summary only."""
     rows = _rows(details)
     sections = [
         Section("Result", _result_words(details), [_key_figures(details), *_facts(details)]),

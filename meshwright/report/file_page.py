@@ -53,7 +53,7 @@ def _page(value: dict[str, Any], path: Path) -> Page:
         return bench_page(value, path.stem)
     fields = ", ".join(list(value)[:8]) or "no fields"
     raise InputError(
-        f"{path}: this JSON has {fields}, which is neither a plan nor a proof nor an audit nor a benchmark: {_ACCEPTED}"
+        f"{path}: this JSON has {fields}, which is neither a plan nor a proof, audit or benchmark: {_ACCEPTED}"
     )
 
 

@@ -210,4 +210,4 @@ def test_files_that_cannot_be_written_are_refused_before_the_work(refusal_of: Re
     assert "--html missing/a.html" in refusal_of("prove", "job.yaml", "--html", "missing/a.html")
     assert "there is no folder missing" in refusal_of("bench", "loading", "--output", "missing/bench.json")
     (folder / "other.json").write_text('{"loss": 1}')
-    assert "neither a plan nor a proof nor a benchmark" in refusal_of("report", "other.json")
+    assert "neither a plan nor a proof, audit or benchmark" in refusal_of("report", "other.json")

@@ -29,7 +29,7 @@ CORE_S, FIRST_S = 1.0, 2.5
 BY_COST = ("plans", "proofs", "launch")
 PATHS = {
     "plans": ("auto", "bench", "calibrate", "planner", "profile", "report", "selftest", "simulator", "workloads"),
-    "proofs": ("blocks", "checkpoint", "collectives", "parallel", "proof", "train", "validation/test_fuzz.py"),
+    "proofs": ("blocks", "checkpoint", "collectives", "parallel", "proof", "audit", "train", "validation/test_fuzz.py"),
     "launch": ("cli", "doors", "processes", "machines"),
     "compat": ("compat", "export"),
     "docs": ("documentation",),

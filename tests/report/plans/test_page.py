@@ -195,7 +195,7 @@ def test_a_plan_file_alone_has_a_page_without_charts(tmp_path: Path, open_page: 
         ("axes: {replicat: 2}", "this is no plan"),
         ('{"rows": [{"a": 1}], "summary": {}}', "have the fields a"),
         ('{"best": {}, "ranked": []}', "the JSON is not complete"),
-        ('{"loss": 1}', "neither a plan nor a proof nor a benchmark"),
+        ('{"loss": 1}', "neither a plan nor a proof, audit or benchmark"),
         ("\x00\x01", "this is no plan"),
     ],
 )
