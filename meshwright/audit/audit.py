@@ -49,12 +49,12 @@ def audit(request: AuditRequest, folder: Path) -> Audit:
     _check(request)
     began = time.monotonic()
     settings = Settings(steps=request.steps, start=request.start, keep_dropout=request.keep_dropout)
-    reference = _record("the reference", request.reference, request, folder / "reference", settings)
+    reference = record("the reference", request.reference, request, folder / "reference", settings)
     continued = replace(settings, reference=str((folder / "reference").resolve()))
-    candidate = _record("the candidate", request.candidate, request, folder / "candidate", continued)
+    candidate = record("the candidate", request.candidate, request, folder / "candidate", continued)
     eps = eps_of(reference.dtypes | candidate.dtypes)
     perturbed = replace(continued, perturb=perturbation(eps))
-    noise = _record("the reference, changed by rounding", request.reference, request, folder / "rounding", perturbed)
+    noise = record("the reference, changed by rounding", request.reference, request, folder / "rounding", perturbed)
     result = compare(reference, candidate, noise)
     return replace(
         result,
@@ -100,7 +100,7 @@ def _check(request: AuditRequest) -> None:
         raise InputError(f"--steps {request.steps}: take at least one")
 
 
-def _record(who: str, command: str, request: AuditRequest, folder: Path, settings: Settings) -> RecordedRun:
+def record(who: str, command: str, request: AuditRequest, folder: Path, settings: Settings) -> RecordedRun:
     with phase(f"recording {who}: {command}"):
         finished = run_recorded(
             command, folder, settings, timeout_s=request.timeout_s, cpu=request.cpu, threads=request.threads
@@ -158,4 +158,4 @@ def records_folder(kept: Path | None, make: Callable[[], Path]) -> Iterator[Path
         shutil.rmtree(folder, ignore_errors=True)
 
 
-__all__ = ["Audit", "AuditFailed", "AuditRequest", "audit", "compare", "records_folder"]
+__all__ = ["Audit", "AuditFailed", "AuditRequest", "audit", "compare", "record", "records_folder"]

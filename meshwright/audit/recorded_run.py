@@ -45,9 +45,9 @@ class RecordedRun:
 
     @cached_property
     def steps(self) -> int:
-        """The number of steps whose gradients every rank that holds parameters wrote."""
+        """The number of optimizer steps that every rank took that holds parameters, and whose weights it wrote."""
         counts = [
-            max((step for step, kind in rank.kinds if kind == "gradient"), default=0)
+            max((step for step, kind in rank.kinds if kind == "weight"), default=0)
             for rank in self.ranks
             if rank.header["parameters"]
         ]

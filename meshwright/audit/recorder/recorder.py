@@ -202,6 +202,8 @@ class Recorder:
         if id(optimizer) not in self.steps_of:
             self.steps_of[id(optimizer)] = 0
             self._write_options(optimizer)
+        if type(optimizer).__name__ == "LBFGS" and not self.notes:
+            self.notes.append("LBFGS computes gradients inside of its step: only weights are compared")
         self.write_step(type(optimizer).__name__, id(optimizer), names)
 
     def write_step(self, optimizer: str, identity: int, names: list[str]) -> None:

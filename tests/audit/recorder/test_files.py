@@ -8,7 +8,9 @@ import torch
 from meshwright.audit.recorder.record_files import EventFile, read_events, read_tensors, write_tensors
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]
+)
 def test_tensors_come_back_bitwise(tmp_path: Path, dtype: torch.dtype) -> None:
     value = (torch.randn(3, 5, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
     tensors = {"a.weight#0": value, "empty": value[:0], "number": value[0, 0], "part": value.t()[1:]}

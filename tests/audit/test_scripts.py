@@ -1,0 +1,112 @@
+"""Scripts as users write them, also broken and unusual ones, are recorded, or said in one line why they are not."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwright.audit.audit import AuditFailed, AuditRequest, record
+from meshwright.audit.recorded_run import RecordedRun
+from meshwright.audit.recorder.settings import Settings
+from meshwright.errors import InputError
+
+HEAD = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+draw = torch.Generator().manual_seed(1)
+def loss():
+    inputs, targets = torch.randn(6, 4, generator=draw), torch.randint(2, (6,), generator=draw)
+    return nn.functional.cross_entropy(model(inputs), targets)
+"""
+STEPS = """
+for _ in range(5):
+    optimizer.zero_grad()
+    loss().backward()
+    optimizer.step()
+"""
+RUN = {
+    "plain": HEAD + STEPS,
+    "two optimizers": HEAD
+    + "other = nn.Linear(2, 1)\n"
+    + "second = torch.optim.Adam(other.parameters())\n"
+    + STEPS.replace(
+        "optimizer.step()", "optimizer.step(); second.zero_grad(); other(torch.ones(3, 2)).sum().backward()"
+    )
+    + "    second.step()\n",
+    "closure": HEAD
+    + "optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)\n"
+    + "def closure():\n    optimizer.zero_grad()\n    value = loss()\n    value.backward()\n    return value\n"
+    + "for _ in range(5): optimizer.step(closure)\n",
+    "foreach and gradients of None": HEAD
+    + "unused = nn.Parameter(torch.zeros(3))\n"
+    + "optimizer = torch.optim.AdamW([*model.parameters(), unused], foreach=True)\n"
+    + STEPS.replace("zero_grad()", "zero_grad(set_to_none=True)"),
+    "accumulation": HEAD + STEPS.replace("loss().backward()", "(loss() / 2).backward(); (loss() / 2).backward()"),
+    "evaluation between steps": HEAD
+    + STEPS
+    + "    model.eval()\n    with torch.no_grad(): model(torch.ones(2, 4))\n    model.train()\n",
+}
+FAIL = {
+    "no training": ("import torch\nprint(torch.ones(2))", "called no model in training mode"),
+    "no step": (HEAD + "loss().backward()", "took no optimizer step"),
+    "a crash": (
+        HEAD + STEPS + "    if _ == 1: raise RuntimeError('out of luck')",
+        "failed with exit code 1: RuntimeError: out",
+    ),
+    "no torch": ("print(1)", "called no model in training mode"),
+    "too short": (
+        HEAD + STEPS.replace("range(5)", "range(2)") + "raise SystemExit(4)",
+        "recorded 2 of 3 steps, and failed",
+    ),
+}
+
+
+def _recorded(folder: Path, script: str, **settings: object) -> RecordedRun:
+    file = folder / "script.py"
+    file.write_text(script)
+    request = AuditRequest("", "", timeout_s=120)
+    return record("the reference", f"{sys.executable} {file}", request, folder / "record", Settings(**settings))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_three_steps_are_recorded_and_the_script_is_ended(tmp_path: Path, name: str) -> None:
+    run = _recorded(tmp_path, RUN[name])
+    assert run.steps == 3
+    assert [event["reason"] for event in run.events("end")] == ["steps"]
+    assert all(run.whole(step, "weight", next(iter(run.parameters))) is not None for step in (1, 2, 3))
+
+
+@pytest.mark.parametrize("name", FAIL)
+def test_what_cannot_be_compared_is_one_line(tmp_path: Path, name: str) -> None:
+    script, words = FAIL[name]
+    with pytest.raises(AuditFailed, match=words) as refusal:
+        _recorded(tmp_path, script)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_program_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    request = AuditRequest("", "")
+    with pytest.raises(InputError, match="no-such-program: cannot be started"):
+        record("the reference", "no-such-program train.py", request, tmp_path / "record", Settings())
+
+
+def test_the_script_computes_the_same_bits_as_without_us(tmp_path: Path) -> None:
+    """With its own start and with dropout."""
+    printed = HEAD + STEPS.replace("range(5)", "range(2)")
+    printed += "print([value.tolist() for value in model.state_dict().values()])"
+    run = _recorded(tmp_path, printed, start="own", keep_dropout=True, steps=2)
+    recorded = (run.folder / "output.txt").read_text()
+    expected: dict[str, str] = {}
+    exec(printed.replace("print(", "text = repr("), expected)
+    assert json.loads(recorded.replace("'", '"')) == json.loads(expected["text"])
+    assert run.steps == 2
+
+
+def test_a_script_may_have_a_sitecustomize_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.theirs = 1")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert _recorded(tmp_path, "theirs\n" + RUN["plain"]).steps == 3
