@@ -29,6 +29,8 @@ def digest_rows(tensor: Tensor) -> list[str]:
     """A digest of each row along the first dimension. Floating-point values count as they are in bf16, so that a cast
     before the call changes nothing."""
     numbers = _as_integers(tensor)
+    if not numbers.numel():
+        return []
     rows = numbers.reshape(numbers.shape[0], -1) if numbers.dim() else numbers.reshape(1, 1)
     return [hashlib.blake2b(row.numpy().tobytes(), digest_size=8).hexdigest() for row in rows]
 

@@ -1,0 +1,186 @@
+"""The cause `norm_of_part`: the norm that gradients are clipped by is not that of all gradients, but of a rank's parts,
+without some parameters, or with copies counted several times. Norms are computed from the recorded gradients."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.audit.causes.counts import counts_of, recognize
+from meshwright.audit.causes.reductions.tied import tied_pairs
+from meshwright.audit.causes.wording import list_names, number
+from meshwright.audit.evidence import SLACK, Evidence, Verdict
+from meshwright.audit.recorded_run import Event, RecordedRun
+
+_LEAST_TOLERANCE, _MOST_TOLERANCE = 2e-6, 5e-3
+
+
+@dataclass(frozen=True)
+class Squares:
+    """The squares of the norms of a training's gradients: of each whole gradient by name, of each rank's parts, and of
+    what is divided over ranks and what several ranks hold copies of."""
+
+    by_name: dict[str, float]
+    by_rank: dict[int, float]
+    copied: frozenset[str]
+
+    @property
+    def norm(self) -> float:
+        return math.sqrt(sum(self.by_name.values()))
+
+    def of(self, names: Callable[[str], bool]) -> float:
+        return sum(square for name, square in self.by_name.items() if names(name))
+
+
+def norm_of_part(evidence: Evidence) -> Verdict | None:
+    """Returns a verdict if gradients before clipping are equal, and one side's norms are explained by one such rule."""
+    if evidence.differing_gradients or evidence.difference.what not in ("norm", "clipped gradient", "weight"):
+        return None
+    for run, who in ((evidence.candidate, "the candidate"), (evidence.reference, "the reference")):
+        events = norm_events(run, evidence.step)
+        if not events or any(event["partial"] for event in events.values()):
+            continue
+        squares = gradient_squares(run, evidence.step)
+        tolerance = _tolerance(evidence)
+        wrong = {
+            rank: event for rank, event in events.items() if not _is(float(event["value"]), squares.norm, tolerance)
+        }
+        if not wrong:
+            continue
+        for residual, text in _rules(evidence, run, squares, wrong, tolerance):
+            values = ", ".join(f"rank {rank} by {number(event['value'])}" for rank, event in list(wrong.items())[:4])
+            return Verdict(
+                "norm_of_part",
+                f"{who} clips on {values}; the norm of all its gradients, as recorded, is {number(squares.norm)}."
+                f" {text}",
+                residual,
+            )
+    return None
+
+
+def norm_events(run: RecordedRun, step: int) -> dict[int, Event]:
+    """The norm of each rank; empty if a rank computed several, which are those of groups of parameters."""
+    events: dict[int, Event] = {}
+    for event in run.events("norm", step):
+        if event.rank in events:
+            return {}
+        events[event.rank] = event
+    return events
+
+
+def gradient_squares(run: RecordedRun, step: int) -> Squares:
+    kind = "unclipped" if run.tensors(step, "unclipped").parts else "gradient"
+    tensors = run.tensors(step, kind)
+    again = {name for name, _ in tied_pairs(run)}
+    by_name: dict[str, float] = {}
+    by_rank: dict[int, float] = {}
+    copied: set[str] = set()
+    for name, parts in tensors.parts.items():
+        if name in again:
+            continue
+        whole = tensors.whole(name)
+        by_name[name] = float(whole.to(torch.float64).square().sum()) if whole is not None else 0.0
+        for part in parts:
+            by_rank[part.rank] = by_rank.get(part.rank, 0.0) + float(part.value.to(torch.float64).square().sum())
+        if len({part.region for part in parts}) < len(parts):
+            copied.add(name)
+    return Squares(by_name, by_rank, frozenset(copied))
+
+
+def _tolerance(evidence: Evidence) -> float:
+    allowed = SLACK * evidence.difference.allowed if evidence.difference.what == "norm" else 1e-4
+    return min(_MOST_TOLERANCE, max(_LEAST_TOLERANCE, allowed))
+
+
+def _is(value: float, expected: float, tolerance: float) -> bool:
+    return bool(expected) and abs(value / expected - 1) <= tolerance
+
+
+def _rules(
+    evidence: Evidence, run: RecordedRun, squares: Squares, wrong: dict[int, Event], tolerance: float
+) -> Iterator[tuple[float, str]]:
+    """Yields the residual and the text of each rule that gives all wrong norms."""
+    values = {rank: float(event["value"]) for rank, event in wrong.items()}
+
+    def fits(expected: Callable[[int], float]) -> float | None:
+        rights = {rank: expected(rank) for rank in values}
+        if any(not right or not _is(values[rank], right, tolerance) for rank, right in rights.items()):
+            return None
+        return max(abs(values[rank] / right - 1) for rank, right in rights.items()) / tolerance
+
+    residual = fits(lambda rank: math.sqrt(squares.by_rank.get(rank, 0.0)))
+    if residual is not None:
+        yield (
+            residual,
+            "Each of these is the norm of the parts that the rank itself holds: the squares are not summed over the"
+            " ranks that hold the other parts",
+        )
+    for names, text in _left_out(run, squares, wrong):
+        rest = squares.of(lambda name, left=names: name not in left)  # type: ignore[misc]
+        residual = fits(lambda rank, rest=rest: math.sqrt(rest))  # type: ignore[misc]
+        if residual is not None:
+            missing = number(math.sqrt(squares.of(lambda name, left=names: name in left)))  # type: ignore[misc]
+            yield residual, f"It is the norm without {text} ({list_names(names)}), whose own norm is {missing}"
+    yield from _counted_again(squares, values, fits)
+    yield from _constant(evidence, squares, values, tolerance)
+
+
+def _left_out(run: RecordedRun, squares: Squares, wrong: dict[int, Event]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Sets of parameters that a norm may lack, the named ones first, with what they have in common."""
+    names = tuple(squares.by_name)
+    given = {_reference_name(run, rank, name) for rank, event in wrong.items() for name in event["names"]}
+    if given:
+        yield tuple(name for name in names if name not in given), "the parameters that it was not given"
+    yield tuple(name for name in names if "expert" in name.lower()), "the experts"
+    yield tuple(name for name in names if name in squares.copied), "the parameters that several ranks hold copies of"
+    yield tuple(name for name in names if name not in squares.copied), "the parameters that are divided over ranks"
+    yield tuple(name for name in names if len(run.parameters[name]["shape"]) < 2), "the vectors"
+    for end in dict.fromkeys(name.rsplit(".", 1)[-1] for name in names):
+        yield tuple(name for name in names if name.rsplit(".", 1)[-1] == end), f"the parameters called {end}"
+    for name in names:
+        yield (name,), "one parameter"
+    for rank in squares.by_rank:
+        own = tuple(name for name in names if {holder for holder, _ in run.holders(name)} == {rank})
+        yield own, f"the parameters that only rank {rank} holds"
+
+
+def _counted_again(
+    squares: Squares, values: dict[int, float], fits: Callable[[Callable[[int], float]], float | None]
+) -> Iterator[tuple[float, str]]:
+    residual = fits(lambda rank: math.sqrt(sum(squares.by_rank.values())))
+    if residual is not None:
+        yield (
+            residual,
+            "It is the root of all ranks' squares, in which parameters that several ranks hold count several times",
+        )
+    copied = squares.of(lambda name: name in squares.copied)
+    divided = squares.of(lambda name: name not in squares.copied)
+    value = next(iter(values.values()))
+    times = round((value**2 - divided) / copied) if copied and divided else 0
+    if times > 1:
+        residual = fits(lambda rank: math.sqrt(divided + times * copied))
+        if residual is not None:
+            yield residual, f"In it, the parameters that several ranks hold copies of are counted {times} times"
+
+
+def _constant(
+    evidence: Evidence, squares: Squares, values: dict[int, float], tolerance: float
+) -> Iterator[tuple[float, str]]:
+    factors = [value / squares.norm for value in values.values()]
+    if max(factors) / min(factors) - 1 > tolerance:
+        return
+    counts = [count for count in counts_of(evidence) if count.is_size]
+    for factor, text in ((factors[0], "times"), (factors[0] ** 2, "times the root of")):
+        known = recognize(factor, 2 * tolerance, counts)
+        if known is not None:
+            yield 0.5, f"It is the norm {text} {number(factor)}: {known.split(':')[0]}"
+            return
+
+
+def _reference_name(run: RecordedRun, rank: int, name: str) -> str:
+    for record in run.ranks:
+        if record.rank == rank:
+            entry = record.header["parameters"].get(name) or {}
+            return str(entry.get("reference_name") or name)
+    return name

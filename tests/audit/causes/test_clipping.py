@@ -1,0 +1,117 @@
+"""Norms that are not those of all gradients, and clipping that is not the same everywhere."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.audit.causes.records import LIMIT, Record, explain, regions, right_record, trained
+
+GRADIENTS = {name: value for name, value in trained()[0][2].items() if name}
+NORM = float(trained()[0][2][""])
+
+
+def clip_by(record: Record, norms: list[float]) -> Record:
+    """Each rank clips by its own norm."""
+    for rank, event in record.of_kind("norm"):
+        if event["step"] == 1:
+            event["value"] = norms[rank]
+    return record.change("gradient", lambda rank, name, _: GRADIENTS[name] * LIMIT / norms[rank])
+
+
+def norm_of_parts(layout: str, ranks: int, rank: int) -> float:
+    squares = 0.0
+    for name, value in GRADIENTS.items():
+        for region in regions(layout, ranks, rank, name, tuple(value.shape)):
+            squares += float(region.of(value).square().sum())
+    return math.sqrt(squares)
+
+
+@pytest.mark.parametrize(("layout", "same_samples"), [("rows", False), ("tensor", True)])
+def test_each_rank_clips_by_the_norm_of_its_parts(tmp_path: Path, layout: str, same_samples: bool) -> None:
+    norms = [norm_of_parts(layout, 2, rank) for rank in range(2)]
+    explained = explain(clip_by(right_record(2, layout, same_samples, clips=True), norms), tmp_path)
+    assert explained.cause == "norm_of_part"
+    assert f"rank 0 by {norms[0]:.6g}" in explained.explanation
+    assert "parts that the rank itself holds" in explained.explanation
+
+
+@pytest.mark.parametrize("layout", ["replicated", "rows"])
+@pytest.mark.parametrize(("left_out", "text"), [("expert", "the experts"), ("up.bias", "one parameter (up.bias)")])
+def test_a_norm_without_some_parameters(tmp_path: Path, layout: str, left_out: str, text: str) -> None:
+    norm = math.sqrt(sum(float(value.square().sum()) for name, value in GRADIENTS.items() if left_out not in name))
+    explained = explain(clip_by(right_record(2, layout, clips=True), [norm] * 2), tmp_path)
+    assert explained.cause == "norm_of_part"
+    assert f"the norm without {text}" in explained.explanation
+
+
+def test_a_norm_of_the_parameters_that_it_was_given(tmp_path: Path) -> None:
+    names = [name for name in GRADIENTS if "norm" not in name]
+    norm = math.sqrt(sum(float(GRADIENTS[name].square().sum()) for name in names))
+    record = clip_by(right_record(2, clips=True), [norm] * 2)
+    for _, event in record.of_kind("norm"):
+        event["names"] = names
+    explained = explain(record, tmp_path)
+    assert explained.cause == "norm_of_part"
+    assert "the parameters that it was not given (norm.weight and norm.bias)" in explained.explanation
+
+
+def test_copies_that_are_counted_by_every_rank(tmp_path: Path) -> None:
+    norm = math.sqrt(sum(norm_of_parts("tensor", 2, rank) ** 2 for rank in range(2)))
+    explained = explain(clip_by(right_record(2, "tensor", True, clips=True), [norm] * 2), tmp_path)
+    assert explained.cause == "norm_of_part"
+    assert "count several times" in explained.explanation
+
+
+def test_a_norm_times_the_root_of_the_ranks(tmp_path: Path) -> None:
+    explained = explain(clip_by(right_record(4, "rows", clips=True), [2 * NORM] * 4), tmp_path)
+    assert explained.cause == "norm_of_part"
+    assert "the number of ranks" in explained.explanation
+
+
+def test_a_norm_that_no_part_has(tmp_path: Path) -> None:
+    explained = explain(clip_by(right_record(2, clips=True), [1.2345 * NORM] * 2), tmp_path)
+    assert "norm_of_part" in explained.ruled_out
+
+
+def test_ranks_that_clip_by_different_norms(tmp_path: Path) -> None:
+    explained = explain(clip_by(right_record(2, clips=True), [1.1 * NORM, 1.3 * NORM]), tmp_path)
+    assert explained.cause == "clipped_differently"
+    assert f"{1.1 * NORM:.6g} on rank 0, {1.3 * NORM:.6g} on rank 1" in explained.explanation
+
+
+def test_a_candidate_that_does_not_clip(tmp_path: Path) -> None:
+    explained = explain(right_record(2, "rows"), tmp_path, right_record(clips=True))
+    assert explained.cause == "clipped_differently"
+    assert "the candidate does not clip" in explained.explanation
+
+
+def test_another_limit(tmp_path: Path) -> None:
+    record = right_record(2, "rows", clips=True)
+    for _, event in record.of_kind("norm"):
+        event["limit"] = 2 * LIMIT
+    explained = explain(record.change("gradient", lambda _, __, value: 2 * value), tmp_path)
+    assert explained.cause == "clipped_differently"
+    assert "the reference clips to 0.05, the candidate to 0.1" in explained.explanation
+
+
+def test_gradients_that_are_not_multiplied_by_what_the_norm_gives(tmp_path: Path) -> None:
+    def fault(_: int, name: str, value: Tensor) -> Tensor:
+        return value if "expert" not in name else GRADIENTS[name]
+
+    explained = explain(right_record(2, clips=True).change("gradient", fault), tmp_path)
+    assert explained.cause == "clipped_differently"
+    assert "experts.0.weight and experts.1.weight on ranks 0 and 1 are multiplied by 1 " in explained.explanation
+
+
+def test_wrong_gradients_are_not_wrong_clipping(tmp_path: Path) -> None:
+    record: Any = right_record(2, clips=True)
+    for kind in ("unclipped", "gradient"):
+        record.change(kind, lambda _, __, value: 2 * value)
+    for _, event in record.of_kind("norm"):
+        event["value"] = 2 * NORM
+    explained = explain(record, tmp_path)
+    assert explained.cause == "scaled"
+    assert {"norm_of_part", "clipped_differently"} <= set(explained.ruled_out)
