@@ -45,9 +45,10 @@ class RecordedRun:
 
     @cached_property
     def steps(self) -> int:
-        """The number of optimizer steps that every rank took that holds parameters, and whose weights it wrote."""
+        """The number of optimizer steps that every rank took that holds parameters. LBFGS writes no gradients, and a
+        library whose weights cannot be read writes no weights."""
         counts = [
-            max((step for step, kind in rank.kinds if kind == "weight"), default=0)
+            max((step for step, kind in rank.kinds if kind in ("weight", "gradient", "unclipped")), default=0)
             for rank in self.ranks
             if rank.header["parameters"]
         ]

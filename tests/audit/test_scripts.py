@@ -90,7 +90,7 @@ def test_what_cannot_be_compared_is_one_line(tmp_path: Path, name: str) -> None:
 
 def test_a_program_that_does_not_exist_is_named(tmp_path: Path) -> None:
     request = AuditRequest("", "")
-    with pytest.raises(InputError, match="no-such-program train.py: cannot be started"):
+    with pytest.raises(InputError, match=r"no-such-program train\.py: cannot be started"):
         record("the reference", "no-such-program train.py", request, tmp_path / "record", Settings())
 
 
