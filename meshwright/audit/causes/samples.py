@@ -52,12 +52,36 @@ def rows_by_rank(events: Iterable[Event]) -> Rows:
 
 def arguments(run: RecordedRun, step: int) -> dict[str, list[Event]]:
     """What the models of the first pipeline stage were called with, by the argument's place, in order."""
-    later = {rank.rank for rank in run.ranks if rank.header["stage"]}
+    later = _later_stages(run)
     by_leaf: dict[str, list[Event]] = {}
     for event in run.events("inputs", step):
         if event.rank not in later:
             by_leaf.setdefault(event["leaf"], []).append(event)
-    return by_leaf
+    return {leaf: _without_trials(events) for leaf, events in by_leaf.items()}
+
+
+def _later_stages(run: RecordedRun) -> set[int]:
+    """The ranks of later stages of a pipeline. Where the number of the stage is not known, those that have at most one
+    parameter (a tied one) in common with the first rank. Ranks with other experts have more."""
+    names = {rank.rank: set(rank.header["parameters"]) for rank in run.ranks}
+    first = next(iter(names.values()), set())
+    common = {rank: len(own & first) for rank, own in names.items()}
+    apart = {rank for rank, own in names.items() if common[rank] <= 1 and common[rank] < min(len(own), len(first))}
+    return apart | {rank.rank for rank in run.ranks if rank.header["stage"]}
+
+
+def _without_trials(events: list[Event]) -> list[Event]:
+    """The calls without the first one of each rank if the second is the same: pipelines try their stages once with the
+    first micro-batch, to see the shapes."""
+    seen: dict[int, int] = {}
+    kept = []
+    for index, event in enumerate(events):
+        own = seen[event.rank] = seen.get(event.rank, 0) + 1
+        following = events[index + 1 : index + 2]
+        is_trial = own == 1 and any(other.rank == event.rank and other["rows"] == event["rows"] for other in following)
+        if not is_trial:
+            kept.append(event)
+    return kept
 
 
 def _sample_events(run: RecordedRun, step: int) -> list[Event]:

@@ -58,6 +58,27 @@ def test_the_same_samples_in_parts_of_sequences_and_in_microbatches(tmp_path: Pa
     assert sentence(record, tmp_path) is None
 
 
+def test_a_pipeline_tries_its_first_microbatch(tmp_path: Path) -> None:
+    record = right_record(2, same_samples=True)
+    for rank, is_last in enumerate((False, True)):
+        start = record.tensors[0, "start"][rank]
+        held = {name: value for name, value in start.items() if name.startswith(("head", "router")) == is_last}
+        record.tensors[0, "start"][rank] = held
+    for rank, events in enumerate(record.events):
+        record.events[rank] = [event for event in events if event["kind"] != "inputs"]
+    calls = [[0, 1], [0, 1], [2, 3], [4, 5], [6, 7]]
+    record.events[0] += [inputs_event(1, batch(1)[0][rows]) for rows in calls]
+    record.events[1] += [inputs_event(1, torch.randint(9, (2, LENGTH))) for _ in calls]
+    assert sentence(record, tmp_path) is None
+
+
+def test_the_same_microbatch_in_each_call(tmp_path: Path) -> None:
+    record = right_record()
+    record.events[0] = [event for event in record.events[0] if event["kind"] != "inputs"]
+    record.events[0] += [inputs_event(1, batch(1)[0][:2]) for _ in range(4)]
+    assert "were not seen" in (sentence(record, tmp_path) or "")
+
+
 def test_later_stages_of_a_pipeline_see_no_samples(tmp_path: Path) -> None:
     record = with_rows(right_record(2), [list(range(8)), [0]])
     record.stages = [0, 1]
