@@ -76,15 +76,24 @@ def _watch_optimizers() -> None:
 
 
 def _watch_clipping() -> None:
+    """The last two functions have names with an underscore in the file that defines them."""
     import torch.nn.utils.clip_grad as clip
 
-    for name in ("clip_grad_norm_", "clip_grad_norm", "get_total_norm", "clip_grads_with_norm_", "clip_grad_value_"):
-        original = getattr(clip, name, None)
-        if original is not None:
-            watched = _watched_clip(name, original)
-            for owner in (clip, torch.nn.utils):
-                if getattr(owner, name, None) is original:
-                    setattr(owner, name, watched)
+    for owner in (clip, torch.nn.utils):
+        for name in (
+            "clip_grad_norm_",
+            "clip_grad_norm",
+            "clip_grad_value_",
+            "get_total_norm",
+            "clip_grads_with_norm_",
+        ):
+            for own_name in (name, f"_{name}"):
+                original = getattr(owner, own_name, None)
+                if original is not None:
+                    setattr(owner, own_name, _watched_clip(name, original))
+
+
+_CLIPPING: list[str] = []  # the functions of clipping that are being computed: some call others
 
 
 def _watched_clip(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,10 +104,16 @@ def _watched_clip(name: str, original: Callable[..., Any]) -> Callable[..., Any]
             return original(first, *arguments, **named)
         first = first if isinstance(first, Tensor) else list(first)
         names = own.before_clipping(_parameters_of(name, first))
-        result = original(first, *arguments, **named)
-        if name.startswith("clip_grad_norm"):
+        _CLIPPING.append(name)
+        try:
+            result = original(first, *arguments, **named)
+        finally:
+            _CLIPPING.pop()
+        if not _CLIPPING and name not in ("get_total_norm", "clip_grad_value_"):
             limit = arguments[0] if arguments else named.get("max_norm")
-            own.norm(result, None if limit is None else float(limit), names)
+            given = arguments[1] if len(arguments) > 1 else named.get("total_norm")
+            value = given if name == "clip_grads_with_norm_" else result
+            own.norm(value, None if limit is None else float(limit), names)
         return result
 
     return watched

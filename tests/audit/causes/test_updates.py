@@ -139,6 +139,15 @@ def test_buffers_that_only_one_rank_keeps(tmp_path: Path) -> None:
     assert "norm.running_mean" in explained.explanation
 
 
+def test_buffers_that_each_rank_rounds_by_itself(tmp_path: Path) -> None:
+    def fault(rank: int, name: str, value: Tensor) -> Tensor:
+        return value + 0.1 * rank * value.flip(0) if "mean" in name else value
+
+    explained = explain(right_record(2).change("buffer", fault), tmp_path)
+    assert explained.cause == "unsynchronized_buffers"
+    assert "and the reference has one" in explained.explanation
+
+
 def test_batch_normalization_over_each_rank_s_own_samples(tmp_path: Path) -> None:
     shares = [share(1, range(4 * rank, 4 * rank + 4), batch_statistics=True) for rank in range(2)]
     valid = sum(one.valid for one in shares)

@@ -10,6 +10,7 @@ from meshwright.audit.causes.wording import list_names, list_ranks, number
 from meshwright.audit.evidence import SLACK, Evidence, Verdict, misfit
 
 _GRADIENTS_NOT_COMPUTED = 1.4  # the residual if gradients differ, too, which cannot be computed from a record
+_MEAN_IS_WRONG = 1.3  # the residual if ranks have different copies, whose mean is not the reference's
 _ROUNDING = 1e-5  # of a buffer's largest element
 
 
@@ -19,6 +20,8 @@ def unsynchronized_buffers(evidence: Evidence) -> Verdict | None:
     normalization over the rank's own samples), provided that ranks have different samples."""
     names = [difference.name for difference in evidence.differences.get("buffer", ()) if difference.name]
     found = {name: copies for name in names if (copies := _averaged(evidence, name)) is not None}
+    if not found and evidence.difference.what == "buffer":
+        return _different(evidence)
     if not found or (evidence.differing_gradients and len(ranks_by_samples(evidence.candidate, evidence.step)) < 2):
         return None
     copies = next(iter(found.values()))
@@ -35,6 +38,26 @@ def unsynchronized_buffers(evidence: Evidence) -> Verdict | None:
         " reference's: each rank"
         f" updates its own from its own samples{also}",
         _GRADIENTS_NOT_COMPUTED if evidence.differing_gradients else 0.5,
+    )
+
+
+def _different(evidence: Evidence) -> Verdict | None:
+    """Returns a verdict if ranks have different copies of the buffer, in whatever relation to the reference's."""
+    name = evidence.difference.name or ""
+    right = evidence.reference.whole(evidence.step, "buffer", name)
+    if right is None:
+        return None
+    allowed = _allowed(right)
+    parts = evidence.candidate.parts(evidence.step, "buffer", name)
+    copies = next((one for one in copies_of(parts, lambda region: region.of(allowed)) if one.differ), None)
+    if copies is None:
+        return None
+    groups = ", and ".join(list_ranks(group.ranks) for group in copies.groups[:4])
+    return Verdict(
+        "unsynchronized_buffers",
+        f"{name} has different copies on {groups}, and the reference has one: each rank updates its own, from its own"
+        " samples or counts, without the other ranks'",
+        _MEAN_IS_WRONG,
     )
 
 
