@@ -58,6 +58,18 @@ def test_a_norm_of_the_parameters_that_it_was_given(tmp_path: Path) -> None:
     assert "the parameters that it was not given (norm.weight and norm.bias)" in explained.explanation
 
 
+def test_groups_that_are_clipped_by_one_norm_without_one_of_them(tmp_path: Path) -> None:
+    norm = math.sqrt(sum(float(value.square().sum()) for name, value in GRADIENTS.items() if "expert" not in name))
+    record = clip_by(right_record(2, clips=True), [norm] * 2)
+    for rank, event in list(record.of_kind("norm")):
+        names = event["names"]
+        event["names"] = [name for name in names if "expert" in name]
+        record.events[rank].append({**event, "names": [name for name in names if "expert" not in name]})
+    explained = explain(record, tmp_path)
+    assert explained.cause == "norm_of_part"
+    assert "the norm without the experts" in explained.explanation
+
+
 def test_copies_that_are_counted_by_every_rank(tmp_path: Path) -> None:
     norm = math.sqrt(sum(norm_of_parts("tensor", 2, rank) ** 2 for rank in range(2)))
     explained = explain(clip_by(right_record(2, "tensor", True, clips=True), [norm] * 2), tmp_path)

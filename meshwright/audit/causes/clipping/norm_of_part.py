@@ -3,7 +3,7 @@ without some parameters, or with copies counted several times. Norms are compute
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -60,11 +60,16 @@ def norm_of_part(evidence: Evidence) -> Verdict | None:
 
 
 def norm_events(run: RecordedRun, step: int) -> dict[int, Event]:
-    """The norm of each rank; empty if a rank computed several, which are those of groups of parameters."""
+    """The norm of each rank; empty if a rank computed several, which are those of groups of parameters. If it clipped
+    groups of parameters by one norm, the names are those of all groups."""
     events: dict[int, Event] = {}
     for event in run.events("norm", step):
-        if event.rank in events:
-            return {}
+        earlier = events.get(event.rank)
+        if earlier is not None:
+            if earlier["value"] != event["value"]:
+                return {}
+            names = [*earlier["names"], *event["names"]]
+            event = replace(event, values={**event.values, "names": names})
         events[event.rank] = event
     return events
 
