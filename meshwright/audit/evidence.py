@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -73,13 +73,14 @@ class Evidence:
 
     `differences` are all differences of the same step, in the order in which a step computes them, by what was
     compared. `allowed` holds, by name, how far each element of the gradient before clipping may differ by rounding (a
-    number or a tensor of the shape of the whole)."""
+    number or a tensor of the shape of the whole). The candidate's gradients are taken divided by `divided_by`."""
 
     reference: RecordedRun
     candidate: RecordedRun
     difference: Difference
     differences: Mapping[str, tuple[Difference, ...]]
     allowed: Mapping[str, Tensor] = field(default_factory=dict)
+    divided_by: float = 1.0
 
     @property
     def step(self) -> int:
@@ -98,11 +99,15 @@ class Evidence:
 
     def recorded(self, name: str, rank: int | None = None) -> Tensor | None:
         """The candidate's gradient before clipping, in fp64; with `rank`, as that rank has the parts that it holds."""
-        return _wide(self.candidate.whole(self.step, self.gradient_kind(self.candidate), name, rank))
+        whole = _wide(self.candidate.whole(self.step, self.gradient_kind(self.candidate), name, rank))
+        return whole if whole is None or self.divided_by == 1 else whole / self.divided_by
 
     def recorded_parts(self, name: str) -> list[WrittenPart]:
         """The candidate's gradient before clipping, as each rank wrote its parts."""
-        return self.candidate.parts(self.step, self.gradient_kind(self.candidate), name)
+        parts = self.candidate.parts(self.step, self.gradient_kind(self.candidate), name)
+        if self.divided_by == 1:
+            return parts
+        return [replace(part, value=part.value.to(torch.float64) / self.divided_by) for part in parts]
 
     @cached_property
     def differing_gradients(self) -> tuple[str, ...]:

@@ -169,3 +169,17 @@ def test_a_balance_loss_of_another_size(tmp_path: Path) -> None:
 def test_a_scaled_router_is_not_its_loss(tmp_path: Path) -> None:
     record = right_record(2).change("gradient", lambda _, name, value: value * (1 + 2 * ("router" in name)))
     assert explain(record, tmp_path).cause == "scaled"
+
+
+@pytest.mark.parametrize("layout", ["replicated", "experts"])
+def test_clipping_that_is_not_seen_does_not_hide_a_cause(tmp_path: Path, layout: str) -> None:
+    record = right_record(2, layout).change("gradient", lambda _, name, value: 1.07 * value / (1 + ("expert" in name)))
+    explained = explain(record, tmp_path)
+    assert explained.cause == "expert_gradients"
+    assert "all gradients are 1.07 times the reference's" in explained.explanation
+
+
+def test_a_factor_of_all_gradients_alone_is_not_hidden_clipping(tmp_path: Path) -> None:
+    explained = explain(right_record(2).change("gradient", lambda _, __, value: 1.07 * value), tmp_path)
+    assert explained.cause == "scaled"
+    assert "apart from this" not in explained.explanation
