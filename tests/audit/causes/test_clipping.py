@@ -70,6 +70,35 @@ def test_groups_that_are_clipped_by_one_norm_without_one_of_them(tmp_path: Path)
     assert "the norm without the experts" in explained.explanation
 
 
+def test_stages_that_hold_a_tied_weight_twice_count_it_once(tmp_path: Path) -> None:
+    """The head is the embedding in the reference, and on the stages two copies with the whole gradient."""
+    reference, record = right_record(clips=True), right_record(2, "replicated", True, clips=True)
+    reference.same_as = {"head.weight": "embed.weight"}
+    both = {**GRADIENTS, "head.weight": GRADIENTS["embed.weight"]}
+    norm = math.sqrt(sum(float(value.square().sum()) for name, value in both.items() if name != "head.weight"))
+    for one in (reference, record):
+        one.tensors[0, "start"] = [{**each, "head.weight": each["embed.weight"]} for each in one.tensors[0, "start"]]
+        one.tensors = {key: value for key, value in one.tensors.items() if key[1] != "weight"}
+        one.change("unclipped", lambda _, name, __: both[name]).change(
+            "gradient", lambda _, name, __: both[name] / norm
+        )
+        for _, event in one.of_kind("norm"):
+            event.update(value=norm, limit=1.0)
+    own = [0.0, 0.0]
+    for kind in ("unclipped", "gradient"):
+        for rank, tensors in enumerate(record.tensors[1, kind]):
+            first_stage = ("embed", "positions", "norm", "up")
+            held = {name: value for name, value in tensors.items() if name.startswith(first_stage) == (rank == 0)}
+            record.tensors[1, kind][rank] = held
+            own[rank] = math.sqrt(sum(float(both[name].square().sum()) for name in held if name != "head.weight"))
+    for rank, event in record.of_kind("norm"):
+        event["value"] = own[rank]
+    record.change("gradient", lambda rank, name, _: both[name] / max(1.0, own[rank]))
+    explained = explain(record, tmp_path, reference)
+    assert explained.cause == "norm_of_part"
+    assert "parts that the rank itself holds" in explained.explanation
+
+
 def test_copies_that_are_counted_by_every_rank(tmp_path: Path) -> None:
     norm = math.sqrt(sum(norm_of_parts("tensor", 2, rank) ** 2 for rank in range(2)))
     explained = explain(clip_by(right_record(2, "tensor", True, clips=True), [norm] * 2), tmp_path)

@@ -68,7 +68,7 @@ def _limits(events: list[Event]) -> set[float]:
 
 def _by_rank(evidence: Evidence) -> Verdict | None:
     events, clipped = norm_events(evidence.candidate, evidence.step), _factors(evidence.candidate, evidence.step)
-    norm = gradient_squares(evidence.candidate, evidence.step).norm
+    norm = gradient_squares(evidence, evidence.candidate).norm
     values = {rank: float(event["value"]) for rank, event in events.items()}
     if not values or any(event["partial"] for event in events.values()):
         return None

@@ -41,7 +41,7 @@ def norm_of_part(evidence: Evidence) -> Verdict | None:
         events = norm_events(run, evidence.step)
         if not events or any(event["partial"] for event in events.values()):
             continue
-        squares = gradient_squares(run, evidence.step)
+        squares = gradient_squares(evidence, run)
         tolerance = _tolerance(evidence)
         wrong = {
             rank: event for rank, event in events.items() if not _is(float(event["value"]), squares.norm, tolerance)
@@ -74,10 +74,12 @@ def norm_events(run: RecordedRun, step: int) -> dict[int, Event]:
     return events
 
 
-def gradient_squares(run: RecordedRun, step: int) -> Squares:
-    kind = "unclipped" if run.tensors(step, "unclipped").parts else "gradient"
-    tensors = run.tensors(step, kind)
-    again = {name for name, _ in tied_pairs(run)}
+def gradient_squares(evidence: Evidence, run: RecordedRun) -> Squares:
+    """The squares of a run's gradients. A weight that is tied in one of the trainings counts once: stages of a pipeline
+    hold copies of it under two names."""
+    kind = "unclipped" if run.tensors(evidence.step, "unclipped").parts else "gradient"
+    tensors = run.tensors(evidence.step, kind)
+    again = {name for other in (evidence.reference, evidence.candidate) for name, _ in tied_pairs(other)}
     by_name: dict[str, float] = {}
     by_rank: dict[int, float] = {}
     copied: set[str] = set()
