@@ -2,6 +2,7 @@
 change it before it is written."""
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
@@ -79,7 +80,7 @@ def trained() -> list[tuple[Tensors, Tensors, Tensors]]:
         optimizer.zero_grad()
         _loss(model, *batch(step)).backward()
         gradients = _gradients(model)
-        norm = float(sum(value.square().sum() for value in gradients.values()).sqrt())
+        norm = math.sqrt(sum(float(value.square().sum()) for value in gradients.values()))
         steps.append((*before, {**gradients, "": torch.tensor(norm, dtype=torch.float64)}))
         optimizer.step()
     steps.append((_copy(dict(model.named_parameters())), _copy(dict(model.named_buffers())), {}))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.audit.causes.records import explain, right_record, rows_of, share
+from tests.audit.causes.records import Record, explain, right_record, rows_of, share
 
 LAYOUTS = [("replicated", False), ("rows", False), ("tensor", True)]
 
@@ -135,10 +135,11 @@ def test_averaged_over_ranks_and_not_over_targets(tmp_path: Path, layout: str) -
     assert "averages over ranks" in explained.explanation
 
 
-def _mean_of_means(layout: str) -> "object":
+def _mean_of_means(layout: str) -> Record:
     shares = [share(1, rows_of(rank, 2)) for rank in range(2)]
-    means = {name: sum(one.gradients[name] / one.valid for one in shares) / 2 for name in shares[0].gradients}
-    return right_record(2, layout).change("gradient", lambda _, name, __: means[name])  # type: ignore[return-value]
+    parts = {name: [one.gradients[name] / one.valid for one in shares] for name in shares[0].gradients}
+    means = {name: torch.stack(values).mean(0) for name, values in parts.items()}
+    return right_record(2, layout).change("gradient", lambda _, name, __: means[name])
 
 
 def test_uneven_targets_alone_are_no_cause(tmp_path: Path) -> None:

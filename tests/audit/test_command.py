@@ -1,0 +1,79 @@
+"""`meshwright audit` as a user calls it: programs of this folder, on real ranks, right ones and ones with a fault."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.commands import run_in_process
+
+PROGRAMS = Path(__file__).parent / "programs"
+# Program, ranks, fault (none for a right program), and the causes of which one has to be named.
+RIGHT = (("ddp", 2), ("fsdp2", 2), ("fsdp2_tensor", 4), ("tensor_sequence", 2), ("hand_tensor", 2), ("pipelining", 2))
+FAULTS = (
+    ("ddp", 2, "no_sync", "missing_reduction"),
+    ("ddp", 2, "world_size", "scaled"),
+    ("experts", 2, "norm_without_experts", "norm_of_part"),
+    ("experts", 2, "expert_divided_twice", "expert_gradients"),
+    ("pipelining", 2, "norm_of_own_stage", "norm_of_part"),
+)
+
+
+@pytest.fixture
+def audit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Calls the command with a program and its one-process form; returns its exit code and its JSON."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def run(program: str, ranks: int, *options: str, arguments: str = "") -> tuple[int, dict[str, Any]]:
+        script = PROGRAMS / f"{program}.py"
+        candidate = f"torchrun --standalone --nproc-per-node {ranks} {script} {arguments}"
+        command = ("audit", "--reference", f"python {script}", "--candidate", candidate, "--json", *options)
+        result = run_in_process(monkeypatch, capsys, command)
+        return result.exit_code, json.loads(result.stdout.splitlines()[-1])
+
+    return run
+
+
+def test_a_fault_is_named_and_saved_with_its_page(audit: Any, tmp_path: Path) -> None:
+    saved, page = tmp_path / "audit.json", tmp_path / "audit.html"
+    code, result = audit("ddp", 2, "--output", str(saved), "--html", str(page), arguments="--fault no_sync")
+    first = result["first_difference"]
+    assert code == 3
+    assert result["comparable"]
+    assert not result["equal"]
+    assert first["cause"] == "missing_reduction"
+    assert first["step"] == 1
+    rows = json.loads(saved.read_text())["compared"]["rows"]
+    assert len(rows) == sum(result["checked"].values())
+    assert first["parameter"] in page.read_text()
+
+
+def test_a_right_program_is_equal(audit: Any) -> None:
+    code, result = audit("ddp", 2)
+    assert code == 0
+    assert result["equal"]
+    assert result["only_reference"] == result["only_candidate"] == result["not_compared"] == []
+    assert result["checked"]["gradients"] == result["checked"]["weights"] > 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("program", "ranks"), RIGHT)
+@pytest.mark.parametrize("start", ["random", "reference", "own"])
+def test_right_programs_are_equal(audit: Any, program: str, ranks: int, start: str) -> None:
+    code, result = audit(program, ranks, "--start", start)
+    assert (code, result["first_difference"]) == (0, None)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("program", "ranks", "fault", "cause"), FAULTS)
+def test_faults_are_named(audit: Any, program: str, ranks: int, fault: str, cause: str) -> None:
+    code, result = audit(program, ranks, arguments=f"--fault {fault}")
+    assert (code, result["first_difference"]["cause"]) == (3, cause)
+
+
+@pytest.mark.soak
+def test_other_samples_are_not_comparable(audit: Any) -> None:
+    code, result = audit("ddp", 2, arguments="--fault same_rows")
+    assert code == 4
+    assert result["samples"]
