@@ -13,7 +13,7 @@ WATCHED = {
     "torch.distributed.fsdp.fully_sharded_data_parallel": ".patches_fsdp1",
     "deepspeed.runtime.engine": ".libraries.deepspeed",
     "megatron.core.optimizer.clip_grads": ".libraries.megatron",
-    "megatron.core.optimizer.optimizer": ".libraries.megatron",
+    "megatron.core.transformer.module": ".libraries.megatron",
 }
 
 

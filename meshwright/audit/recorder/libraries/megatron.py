@@ -1,0 +1,182 @@
+"""Megatron core: which part of which whole tensor a rank's parameter is, as the model's `sharded_state_dict` states it,
+with the factories by which fused layers divide their parts; gradients in `main_grad`; and clipping by its functions."""
+
+import functools
+import gc
+import re
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import layouts
+from ..module_names import module_prefixes, named_buffers
+from ..parts import Held, Part, Region, whole_region
+from ..recorder import AFTER_START, recorder
+
+
+def after_import(module: ModuleType) -> None:
+    """Called when Megatron's module of models, or that of its functions for clipping, was imported."""
+    if hold_megatron not in layouts.LIBRARIES:
+        layouts.LIBRARIES.append(hold_megatron)
+        AFTER_START.append(reload_main_weights)
+    if hasattr(module, "get_grad_norm_fp32"):
+        module.get_grad_norm_fp32 = _watched_norm(module.get_grad_norm_fp32)
+        module.clip_grad_by_total_norm_fp32 = _watched_clip(module.clip_grad_by_total_norm_fp32)
+
+
+def hold_megatron(roots: list[nn.Module]) -> tuple[dict[str, Held], dict[str, Held]] | None:
+    """Returns the parameters and buffers of models of Megatron; None if a root is another model."""
+    models = [_unwrapped(root) for root in roots]
+    if not all(hasattr(model, "sharded_state_dict") for model in models):
+        return None
+    parameters: dict[str, Held] = {}
+    buffers: dict[str, Held] = {}
+    for model in models:
+        for held in _hold(model):
+            parameters.setdefault(held.name, held)
+        for entry in named_buffers(module_prefixes(model)):
+            value = entry.tensor
+            part = Part(whole_region(value.shape), functools.partial(_detached, value), lambda: None)
+            buffers.setdefault(entry.name, Held(entry.name, tuple(value.shape), value.dtype, (part,), trained=False))
+    _tie(parameters)
+    return parameters, buffers
+
+
+def _unwrapped(root: nn.Module) -> nn.Module:
+    while isinstance(getattr(root, "module", None), nn.Module):
+        root = root.module
+    return root
+
+
+def _hold(model: Any) -> Iterator[Held]:
+    described = model.sharded_state_dict(metadata=_metadata())
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        entry = described.get(name)
+        key = getattr(entry, "key", name)
+        held = Held(
+            _with_global_layer(name, key),
+            tuple(parameter.shape),
+            parameter.dtype,
+            (),
+            parameter.requires_grad,
+            ids=tuple(id(known) for known in (parameter, getattr(parameter, "main_param", None)) if known is not None),
+        )
+        pieces = list(_pieces(entry, parameter))
+        if pieces:
+            held.shape = _global_shape(pieces[0])
+            held.parts = tuple(_part_of(piece, parameter) for piece in pieces)
+            held.layout = "sharded_state_dict of Megatron"
+        else:
+            held.parts = (_part(whole_region(parameter.shape), parameter, tuple(parameter.shape), 0),)
+        yield held
+
+
+def _metadata() -> dict[str, Any]:
+    metadata: dict[str, Any] = {"non_homogeneous_layers": True}  # keys with the numbers of layers
+    try:
+        from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+    except ImportError:
+        return metadata
+    completed: dict[str, Any] = ensure_metadata_has_dp_cp_group(metadata)
+    return completed
+
+
+def _with_global_layer(name: str, key: str) -> str:
+    """The name of a parameter with the number that its layer has in the whole model, which stands in the key."""
+    number = re.search(r"layers\.(\d+)\.", key)
+    return re.sub(r"layers\.\d+\.", number.group(0), name, count=1) if number else name
+
+
+def _pieces(entry: Any, parameter: Tensor) -> Iterator[Any]:
+    """The ShardedTensors of a parameter: one, or those that its factory builds. Yields none where a piece is no view
+    of the parameter."""
+    if entry is None:
+        return
+    with torch.no_grad():
+        built = entry.build() if hasattr(entry, "build") else entry
+    pieces = list(built.values()) if isinstance(built, dict) else built if isinstance(built, list) else [built]
+    storage = parameter.untyped_storage().data_ptr()
+    if all(getattr(piece, "data", None) is not None for piece in pieces) and all(
+        piece.data.untyped_storage().data_ptr() == storage for piece in pieces
+    ):
+        yield from pieces
+
+
+def _global_shape(piece: Any) -> tuple[int, ...]:
+    return tuple(piece.global_shape[piece.prepend_axis_num :])
+
+
+def _part_of(piece: Any, parameter: Tensor) -> Part:
+    offsets = piece.global_offset[piece.prepend_axis_num :]
+    box = tuple((int(start), int(size)) for start, size in zip(offsets, piece.data.shape, strict=True))
+    first = piece.data.storage_offset() - parameter.storage_offset()
+    return _part(Region(box=box), parameter, tuple(piece.data.shape), first)
+
+
+def _part(region: Region, parameter: Any, shape: tuple[int, ...], first: int) -> Part:
+    """The part of a parameter that starts at element `first` of it and has this shape."""
+
+    def view(value: Tensor) -> Tensor:
+        return value.as_strided(shape, parameter.stride(), value.storage_offset() + first)
+
+    def gradient() -> Tensor | None:
+        value = _gradient(parameter)
+        return None if value is None else view(value.detach().contiguous())
+
+    return Part(region, lambda: view(parameter.detach()), gradient)
+
+
+def _gradient(parameter: Any) -> Tensor | None:
+    """The gradient where it is furthest: of the optimizer's fp32 copy, of the parameter, or accumulated."""
+    main = getattr(parameter, "main_param", None)
+    for value in (getattr(main, "grad", None), parameter.grad, getattr(parameter, "main_grad", None)):
+        if isinstance(value, Tensor) and value.shape == parameter.shape:
+            return value
+    return None
+
+
+def _detached(value: Tensor) -> Tensor:
+    return value.detach()
+
+
+def _tie(parameters: dict[str, Held]) -> None:
+    first: dict[int, str] = {}
+    for held in parameters.values():
+        name = first.setdefault(held.ids[0], held.name)
+        held.same_as = name if name != held.name else None
+
+
+def reload_main_weights(roots: list[nn.Module]) -> None:
+    """Copies the model's weights to those that Megatron's optimizers hold in fp32."""
+    for value in gc.get_objects():
+        if any(kind.__name__ == "MegatronOptimizer" for kind in type(value).__mro__):
+            value.reload_model_params()
+
+
+# ---- clipping
+
+
+def _watched_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def norm(*arguments: Any, **named: Any) -> Any:
+        own = recorder()
+        if own.is_recording:
+            own.before_clipping(parameter for root in own.roots for parameter in root.parameters())
+        return original(*arguments, **named)
+
+    return norm
+
+
+def _watched_clip(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def clip(parameters: Any, max_norm: float, total_norm: float, *arguments: Any, **named: Any) -> Any:
+        own = recorder()
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if own.is_recording:
+            own.norm(float(total_norm), float(max_norm), own.known_names(listed))
+        return original(listed, max_norm, total_norm, *arguments, **named)
+
+    return clip
