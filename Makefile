@@ -19,7 +19,7 @@ endif
 # What the core leaves out, each group by itself (tests/selection/groups.py).
 GROUPS := plans proofs launch compat docs validation
 
-.PHONY: setup demo test $(GROUPS:%=test-%) check soak sanitize docs reference validate peers ray clean
+.PHONY: setup demo test $(GROUPS:%=test-%) check soak sanitize docs reference validate peers ray megatron clean
 
 setup: $(VENV)/ready
 
@@ -93,5 +93,14 @@ ray: .venv-ray/ready
 	.venv-ray/bin/python -m pip install -q -c constraints.txt "ray[client,train]==2.60.0"
 	touch $@
 
+# Megatron core for the tests in tests/audit, in an environment of its own.
+megatron: .venv-megatron/ready
+
+.venv-megatron/ready: Makefile
+	test -x .venv-megatron/bin/python || $(PYTHON) -m venv .venv-megatron
+	.venv-megatron/bin/python -m pip install -q torch==2.13.0 numpy packaging
+	.venv-megatron/bin/python -m pip install -q --no-deps megatron-core==0.16.1
+	touch $@
+
 clean:
-	rm -rf .venv .venv-torch-* .venv-peers .venv-ray site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-torch-* .venv-peers .venv-ray .venv-megatron site .mypy_cache .ruff_cache .pytest_cache .hypothesis

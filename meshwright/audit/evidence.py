@@ -15,7 +15,7 @@ from meshwright.audit.recorder.whole import WrittenPart
 SLACK = 4.0  # times what rounding explains, because a hypothesis adds up in another order than either training
 _ASSUMED_ROUNDING = 1e-5  # of a tensor's largest element, where nothing else is known
 
-Compared = Literal["start", "loss", "gradient", "norm", "clipped gradient", "buffer", "weight"]
+Compared = Literal["start", "gradient", "norm", "clipped gradient", "buffer", "weight"]
 
 
 @dataclass(frozen=True)

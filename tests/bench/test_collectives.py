@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from meshwright.cli import app
 from meshwright.collectives.schedules.builders import SCHEDULES
 from meshwright.collectives.schedules.ring import ring
 from meshwright.errors import InputError
@@ -45,6 +44,7 @@ from validation.bench.collectives.rank import (
 )
 from validation.bench.collectives.show import show, summary_lines
 from validation.bench.collectives.timing import RunTime, stolen_s, undisturbed_rounds
+from validation.bench.commands import bench
 
 
 def _measurements(times: dict[str, dict[int, list[float]]], nodes: tuple[int, ...] = (2,)) -> CollectiveMeasurements:
@@ -232,8 +232,8 @@ def test_ranks_that_cannot_form_equal_nodes_are_refused() -> None:
 
 @pytest.mark.soak
 def test_the_command_ends_with_one_line_of_json() -> None:
-    words = ["bench", "collectives", "--sizes", "1K", "--rounds", "1", "--no-openmpi", "--json"]
-    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    words = ["collectives", "--sizes", "1K", "--rounds", "1", "--no-openmpi", "--json"]
+    done = CliRunner().invoke(bench, words, catch_exceptions=False)
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert {row["algorithm"] for row in report["rows"]} >= {"native", "ring", "shared_memory", "auto"}
     assert set(report["rows"][0]) == {

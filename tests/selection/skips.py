@@ -17,7 +17,7 @@ EXPECTED = (
     r"there is no history here",
     # Other pinned versions than those of constraints.txt, or an environment of its own that takes long to install.
     r"needs pip install 'meshwright\[remote\]'",
-    r"make peers|DeepSpeed is not installed",
+    r"make peers|make megatron|DeepSpeed is not installed",
 )
 
 

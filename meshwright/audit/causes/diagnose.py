@@ -11,7 +11,6 @@ from meshwright.audit.causes.factors.experts import expert_gradients
 from meshwright.audit.causes.factors.router import router_loss
 from meshwright.audit.causes.factors.scaled import scaled
 from meshwright.audit.causes.factors.tokens import averaged_over_ranks
-from meshwright.audit.causes.loss import loss_only
 from meshwright.audit.causes.places.not_reached import not_reached
 from meshwright.audit.causes.places.part import describe, part
 from meshwright.audit.causes.positions import positions_restart
@@ -53,7 +52,6 @@ THEN: tuple[Hypothesis, ...] = (
     other_optimizer,
     not_updated,
     optimizer_state,
-    loss_only,
     router_loss,
     part,
 )

@@ -29,7 +29,6 @@ of tensors:
     gradient     gradients as the optimizer gets them
     weight       weights after the step
     buffer       buffers after the step
-    output       outputs of modules, on demand
 
 Kinds of events:
 

@@ -12,14 +12,13 @@ FOLDER_VARIABLE = "MESHWRIGHT_AUDIT_RECORD"  # names the folder of the record in
 class Settings:
     """`start` is own, random or reference. `reference` is the folder of the record whose start is loaded; without one
     and with `random`, weights are drawn. `perturb` is the relative size of random changes of the start, which show how
-    much rounding may change. `keep_dropout` leaves dropout on. `outputs` records outputs of modules, too."""
+    much rounding may change. `keep_dropout` leaves dropout on."""
 
     steps: int = 3
     start: str = "random"
     reference: str | None = None
     perturb: float = 0.0
     keep_dropout: bool = False
-    outputs: bool = False
     seed: int = 0
 
     def write(self, folder: Path) -> None:

@@ -1,8 +1,8 @@
 """DeepSpeed: the weights that ZeRO divides over ranks, the fp32 weights that its optimizers step, and their gradients.
 
 Stages 1 and 2 keep whole weights, and divide the optimizer's: a rank holds a range of the flattened weight, which the
-parameter's `_hp_mapping` describes. Stage 3 divides the weights, too: the ranges lie one after the other in the order of
-the ranks (`ds_tensor`). The optimizer inside of the engine steps flat tensors, once for each group of parameters."""
+parameter's `_hp_mapping` describes. Stage 3 divides the weights, too: the ranges lie one after the other in the order
+of the ranks (`ds_tensor`). The optimizer inside of the engine steps flat tensors, once for each group of parameters."""
 
 import functools
 from collections.abc import Callable
@@ -120,7 +120,7 @@ def _range_gradient(parameter: Any, mapping: Any, stepped: Tensor | None) -> Cal
 
 
 def _hold_stage_3(name: str, parameter: Any) -> Held:
-    zero = getattr(parameter, "_z3_optimizer", None)
+    zero: Any = getattr(parameter, "_z3_optimizer", None)
     size = parameter.ds_tensor.ds_numel
     start = min(parameter.ds_numel, size * _place(parameter))
     count = min(size, parameter.ds_numel - start)
@@ -161,7 +161,8 @@ def _place(parameter: Any) -> int:
 
 def copy_to_optimizer(roots: list[nn.Module]) -> None:
     """Copies the weights of the start to those that the optimizer steps."""
-    for parameter in (parameter for root in roots for parameter in root.parameters()):
+    parameters: list[Any] = [parameter for root in roots for parameter in root.parameters()]
+    for parameter in parameters:
         if _is_stage_3(parameter):
             zero = getattr(parameter, "_z3_optimizer", None)
             if zero is not None and parameter.requires_grad:

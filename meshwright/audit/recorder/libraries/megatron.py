@@ -5,7 +5,6 @@ import functools
 import gc
 import re
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from ..parts import Held, Part, Region, whole_region
 from ..recorder import AFTER_START, recorder
 
 
-def after_import(module: ModuleType) -> None:
+def after_import(module: Any) -> None:
     """Called when Megatron's module of models, or that of its functions for clipping, was imported."""
     if hold_megatron not in layouts.LIBRARIES:
         layouts.LIBRARIES.append(hold_megatron)
@@ -46,9 +45,8 @@ def hold_megatron(roots: list[nn.Module]) -> tuple[dict[str, Held], dict[str, He
 
 
 def _unwrapped(root: nn.Module) -> nn.Module:
-    while isinstance(getattr(root, "module", None), nn.Module):
-        root = root.module
-    return root
+    inner = getattr(root, "module", None)
+    return _unwrapped(inner) if isinstance(inner, nn.Module) else root
 
 
 def _hold(model: Any) -> Iterator[Held]:
