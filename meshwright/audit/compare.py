@@ -208,7 +208,7 @@ class _Comparison:
                 error, largest = (float(value.reshape(-1)[place]) / (scale or 1.0) for value in (distance, allowed))
             if not ratios[place] <= 1:
                 ranks.add(part.rank)
-        whole = _wide(self.candidate.whole(step, kind, name))
+        whole = _wide(self.candidate.whole(step, kind, name, min(ranks, default=None)))
         rows: tuple[int, ...] = ()
         if whole is None:
             self._note_not_compared(name)

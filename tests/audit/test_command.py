@@ -57,6 +57,12 @@ def test_a_right_program_is_equal(audit: Any) -> None:
     assert result["checked"]["gradients"] == result["checked"]["weights"] > 0
 
 
+def test_one_row_on_one_rank_that_is_a_hundredth_off_is_found_with_its_place(audit: Any) -> None:
+    code, result = audit("ddp", 2, arguments="--fault row")
+    first = result["first_difference"]
+    assert (code, first["step"], first["what"], first["ranks"], len(first["rows"])) == (3, 1, "gradient", [1], 1)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(("program", "ranks"), RIGHT)
 @pytest.mark.parametrize("start", ["random", "own"])
