@@ -120,7 +120,11 @@ class RecordedRun:
         return own, theirs
 
     def notes(self) -> list[str]:
-        return list(dict.fromkeys(note for rank in self.ranks for note in rank.header["notes"]))
+        ended = {event.rank for event in self.events("end")}
+        killed = [
+            f"rank {rank.rank} was killed after step {self.steps}" for rank in self.ranks if rank.rank not in ended
+        ]
+        return [*dict.fromkeys(note for rank in self.ranks for note in rank.header["notes"]), *killed]
 
     def close(self) -> None:
         self._wholes.cache_clear()

@@ -30,6 +30,7 @@ def audit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         candidate = f"torchrun --standalone --nproc-per-node {ranks} {script} {arguments}"
         command = ("audit", "--reference", f"python {script}", "--candidate", candidate, "--json", *options)
         result = run_in_process(monkeypatch, capsys, command)
+        assert result.stdout, result.stderr
         return result.exit_code, json.loads(result.stdout.splitlines()[-1])
 
     return run

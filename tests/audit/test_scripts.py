@@ -59,6 +59,10 @@ FAIL = {
         "failed with exit code 1: RuntimeError: out",
     ),
     "no torch": ("print(1)", "called no model in training mode"),
+    "killed": (
+        HEAD + STEPS + "    if _ == 1:\n        import os\n        os.abort()",
+        "recorded 2 of 3 steps, and failed with exit code -6",
+    ),
     "too short": (
         HEAD + STEPS.replace("range(5)", "range(2)") + "raise SystemExit(4)",
         "recorded 2 of 3 steps, and failed",
@@ -87,6 +91,12 @@ def test_what_cannot_be_compared_is_one_line(tmp_path: Path, name: str) -> None:
     with pytest.raises(AuditFailed, match=words) as refusal:
         _recorded(tmp_path, script)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_process_that_is_killed_after_its_last_step_was_recorded(tmp_path: Path) -> None:
+    run = _recorded(tmp_path, HEAD + STEPS.replace("range(5)", "range(3)") + "import os\nos.abort()")
+    assert run.steps == 3
+    assert run.notes() == ["rank 0 was killed after step 3"]
 
 
 def test_a_program_that_does_not_exist_is_named(tmp_path: Path) -> None:

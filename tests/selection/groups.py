@@ -25,10 +25,21 @@ from tests.selection.measured import measured_s
 
 TESTS = Path(__file__).parents[1]
 CORE = "core"
-CORE_S, FIRST_S = 1.0, 2.5
+CORE_S, FIRST_S = 0.5, 1.5
 BY_COST = ("plans", "proofs", "launch")
 PATHS = {
-    "plans": ("auto", "bench", "calibrate", "planner", "profile", "report", "selftest", "simulator", "workloads"),
+    "plans": (
+        "auto",
+        "bench",
+        "calibrate",
+        "planner",
+        "profile",
+        "report",
+        "selftest",
+        "simulator",
+        "validation/test_search.py",
+        "workloads",
+    ),
     "proofs": ("blocks", "checkpoint", "collectives", "parallel", "proof", "audit", "train", "validation/test_fuzz.py"),
     "launch": ("cli", "doors", "processes", "machines"),
     "compat": ("compat", "export"),

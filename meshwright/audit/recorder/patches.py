@@ -28,6 +28,7 @@ def after_import(module: ModuleType) -> None:
     if not recorder().settings.keep_dropout:
         dropout.turn_off_functions()
     _watch_errors()
+    _watch_process_group()
 
 
 def _wait_for_first_call() -> None:
@@ -188,3 +189,19 @@ def _watch_errors() -> None:
         original(kind, error, trace)
 
     sys.excepthook = hook
+
+
+def _watch_process_group() -> None:
+    """A rank is done before its process group ends: when that ends on one rank, others may crash."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return
+    original = dist.destroy_process_group
+
+    @functools.wraps(original)
+    def destroy_process_group(*arguments: Any, **named: Any) -> None:
+        recorder().end_if_done()
+        original(*arguments, **named)
+
+    dist.destroy_process_group = destroy_process_group

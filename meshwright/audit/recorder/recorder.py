@@ -295,6 +295,11 @@ class Recorder:
         sys.stderr.flush()
         os._exit(0)
 
+    def end_if_done(self) -> None:
+        """Ends the record if the steps that are asked for were recorded."""
+        if self.is_recording and self._is_done():
+            self.end("exit")
+
     def end(self, reason: str, message: str = "") -> None:
         """Writes what is left. Only the first call counts."""
         if not self.is_recording:
