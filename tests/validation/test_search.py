@@ -77,8 +77,7 @@ def test_a_slow_answer_is_a_failure(monkeypatch: pytest.MonkeyPatch, slower: flo
 
 
 def test_no_plan_beats_any_of_the_fixed_searches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The 20 searches are in one test, because models are traced once, and a test of each would be left out of the core
-    as one of the dearer cases."""
+    """The 20 searches are in one test, because models are traced once. `make test-plans` runs it."""
     monkeypatch.setattr(validation.search.compare, "_relaxed", lambda *_: {})
     rows = [check_search(problem, 0, number, 8) for number, problem in enumerate(FIXED)]
     assert len(rows) == 20
