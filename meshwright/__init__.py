@@ -16,6 +16,7 @@ _MODULES = {
     "Session": "meshwright.train.session",
     "best_cluster": "meshwright.auto.questions",
     "best_plan": "meshwright.auto.choose",
+    "compare": "meshwright.audit.compare_folders",
     "compare_plans": "meshwright.auto.questions",
     "diagnose": "meshwright.auto.diagnosis",
     "diagnose_job": "meshwright.auto.diagnosis",
@@ -27,6 +28,7 @@ _MODULES = {
     "parallelize": "meshwright.proof.before_training.parallelize",
     "predict": "meshwright.auto.predict",
     "prove": "meshwright.proof.prove_model",
+    "record": "meshwright.audit.record",
     "sweep": "meshwright.auto.questions",
 }
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "__version__",
     "best_cluster",
     "best_plan",
+    "compare",
     "compare_plans",
     "diagnose",
     "diagnose_job",
@@ -47,6 +50,7 @@ __all__ = [
     "parallelize",
     "predict",
     "prove",
+    "record",
     "sweep",
 ]
 

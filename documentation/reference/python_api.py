@@ -8,6 +8,7 @@ from typing import Any
 
 import meshwright
 from documentation.reference.markdown import page
+from meshwright.audit.result import Audit
 from meshwright.proof.proof import Proof
 from meshwright.simulator.predict import Prediction
 
@@ -23,8 +24,8 @@ def python_page() -> str:
     classes = [name for name in names if inspect.isclass(getattr(meshwright, name))]
     parts = [part for name in functions for part in _function(f"mw.{name}", getattr(meshwright, name), "##")]
     parts += [part for name in classes for part in _class(f"mw.{name}", getattr(meshwright, name))]
-    for kind, words in ((Prediction, "What `mw.predict` returns."), (Proof, "What `mw.prove` returns.")):
-        parts += list(_class(kind.__name__, kind, words))
+    for kind, function in ((Prediction, "predict"), (Proof, "prove"), (Audit, "compare")):
+        parts += list(_class(kind.__name__, kind, f"What `mw.{function}` returns."))
     return page("Python", "the docstrings of `meshwright.__all__`", _INTRODUCTION, *parts)
 
 

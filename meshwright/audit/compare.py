@@ -9,7 +9,16 @@ from torch import Tensor
 
 from meshwright.audit.evidence import Compared, Difference
 from meshwright.audit.recorded_run import RecordedRun
-from meshwright.audit.rounding import Rounding, as_rows, drift_factor, eps_of, row_shares, weight_bounds
+from meshwright.audit.rounding import (
+    SMALLEST_ASSUMED_DRIFT,
+    Rounding,
+    as_rows,
+    drift_factor,
+    eps_of,
+    perturbation,
+    row_shares,
+    weight_bounds,
+)
 
 _MOST_ROWS = 10
 
@@ -59,6 +68,7 @@ class _Comparison:
         self.eps = eps_of(reference.dtypes | candidate.dtypes)
         self.rounding = Rounding(self.eps)
         self.uncertainty: dict[str, Tensor] = {}  # the largest b / |g| of each gradient so far
+        self.module_scales: dict[int, dict[str, float]] = {}  # by step
         self.names = [name for name in reference.parameters if name in candidate.parameters]
         self.compared_names = set(self.names) | set(reference.buffers)
 
@@ -112,9 +122,10 @@ class _Comparison:
             if expected is None:
                 return
         noise = _wide(self.noise.whole(step, kinds[0], name)) if self.noise else None
-        bounds = self.rounding.element_bounds(expected, noise)
+        scale = self._module_scales(step, kinds[0]).get(_module_of(name), 0.0)
+        bounds = self.rounding.element_bounds(expected, noise, scale)
         self.result.bounds[name] = bounds
-        row_bounds = self.rounding.row_bounds(expected, noise) if step == 1 else None
+        row_bounds = self.rounding.row_bounds(expected, noise, scale) if step == 1 else None
         self._compare(step, "gradient", name, kinds[1], expected, bounds, row_bounds)
         share = bounds / expected.abs().clamp(min=1e-300)
         earlier = self.uncertainty.get(name)
@@ -124,13 +135,24 @@ class _Comparison:
         entry = self.reference.parameters[name]
         return torch.zeros(entry["shape"], dtype=torch.float64) if entry["trained"] else None
 
+    def _module_scales(self, step: int, kind: str) -> dict[str, float]:
+        """m of equation (5), by the module's name; only without a noise run."""
+        if self.noise is None and step not in self.module_scales:
+            scales = self.module_scales[step] = {}
+            for name in self.names:
+                value = _wide(self.reference.whole(step, kind, name))
+                if value is not None and value.numel():
+                    size = math.sqrt(float(value.square().mean()))
+                    scales[_module_of(name)] = max(size, scales.get(_module_of(name), 0.0))
+        return self.module_scales.get(step, {})
+
     def _compare_norms(self, step: int) -> None:
         """Compares the norms by which gradients were clipped, if both sides clip all gradients by one norm."""
         expected = _norm(self.reference, step)
         if expected is None:
             return
         noise = _norm(self.noise, step) if self.noise else None
-        measured = abs(noise - expected) if noise is not None else 0.0
+        measured = abs(noise - expected) if noise is not None else self.rounding.assumed * abs(expected) / 2
         allowed = self.rounding.safety * measured + (self.eps / 2 + 1e-5) * abs(expected)
         worst, ranks = 0.0, []
         for rank, value in _norms(self.candidate, step):
@@ -148,7 +170,8 @@ class _Comparison:
         if expected is None or not self.candidate.tensors(step, kind).parts:
             return
         noise = _wide(self.noise.whole(step, kind, name)) if self.noise else None
-        bounds = self.rounding.element_bounds(expected, noise)
+        scale = self._module_scales(step, "gradient").get(_module_of(name), 0.0) if kind == "gradient" else 0.0
+        bounds = self.rounding.element_bounds(expected, noise, scale)
         self._compare(step, what, name, kind, expected, bounds, None)
 
     def _compare_weight(self, step: int, name: str) -> None:
@@ -165,15 +188,22 @@ class _Comparison:
 
     def _drift(self, step: int) -> float:
         """D of equation (3) of `rounding.py`, from the weights before this step."""
-        if step < 1 or self.noise is None:
+        if step < 1:
             return 1.0
         candidate = noise = 0.0
         for name in self.names:
-            own, other, right = (_change(run, step, name) for run in (self.candidate, self.noise, self.reference))
+            own, right = (_change(run, step, name) for run in (self.candidate, self.reference))
+            other = _change(self.noise, step, name) if self.noise else self._assumed_change(step, name)
             if own is not None and other is not None and right is not None:
                 candidate += float((own - right).square().sum())
-                noise += float((other - right).square().sum())
-        return drift_factor(math.sqrt(candidate), math.sqrt(noise))
+                noise += float(((other - right) if self.noise else other).square().sum())
+        smallest = 1.0 if self.noise else SMALLEST_ASSUMED_DRIFT
+        return drift_factor(math.sqrt(candidate), math.sqrt(noise), smallest)
+
+    def _assumed_change(self, step: int, name: str) -> Tensor | None:
+        """By how much a noise run would have changed the weights at the start."""
+        weight = _wide(self.reference.whole(step, "weight", name))
+        return None if weight is None else perturbation(self.eps) * weight
 
     # ---- one tensor
 
@@ -277,6 +307,10 @@ def _differing_rows(whole: Tensor, expected: Tensor, bounds: Tensor, row_bounds:
     if row_bounds is not None:
         ratios = torch.maximum(ratios, row_shares(whole, expected).abs().nan_to_num(0.0) / row_bounds)
     return tuple(int(row) for row in (ratios > 1).nonzero().reshape(-1)[:_MOST_ROWS])
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _ratio(distance: float, allowed: float) -> float:

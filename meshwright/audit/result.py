@@ -121,6 +121,56 @@ class Audit:
             "seconds": round(self.seconds, 1),
         }
 
+    def __str__(self) -> str:
+        rows = self.readable_rows()
+        width = max(len(name) for name, _ in rows)
+        return "\n".join([self.headline, *(f"{name:{width}}  {text}" for name, text in rows)])
+
+    @property
+    def headline(self) -> str:
+        """One line: whether both train the same, and the first difference."""
+        if not self.comparable:
+            return "Not comparable: the two commands did not train on the same samples"
+        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        ranks = "1 rank" if self.ranks[1] == 1 else f"{self.ranks[1]} ranks"
+        if self.equal:
+            return f"Equal: the candidate on {ranks} trains as the reference does, {steps} compared"
+        first = self.first_difference
+        if first is None:
+            return "Not equal: some parameters could not be compared"
+        value = f"{first.what} of {first.name}" if first.name else f"gradient {first.what}"
+        when = f"after step {first.step}" if first.what in ("weight", "buffer") else f"in step {first.step}"
+        when = "before the first step" if first.step == 0 else when
+        places = _places("row", first.rows) + _places("rank", first.ranks if self.ranks[1] > 1 else ())
+        return f"Not equal: the {value}{places} {when} is {first.error:.2e} off"
+
+    def readable_rows(self) -> list[tuple[str, str]]:
+        """What stands below the headline: pairs of a title and a text."""
+        checked = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in self.checked.items() if count)
+        rows = [
+            ("compared", checked),
+            ("computed in", ", ".join(self.dtypes)),
+            ("largest relative error of a gradient", f"{self.max_relative_error:.2e}"),
+        ]
+        if self.samples:
+            rows.append(("samples", self.samples))
+        if self.explained:
+            cause = self.explained.cause.replace("_", " ")
+            rows.append(("cause", f"{cause}: {self.explained.explanation}"))
+        if self.comparable and len(self.differences) > 1:
+            first = self.differences[0]
+            same = [item.name for item in self.differences[1:] if item.what == first.what and item.name]
+            rows.append(("also differ", _list(same) if same else f"{len(self.differences) - 1} later values"))
+        for title, names in (
+            ("only in the reference", self.only_reference),
+            ("only in the candidate", self.only_candidate),
+            ("recorded only in part", self.not_compared),
+        ):
+            if names:
+                rows.append((title, _list(list(names))))
+        rows.append(("layouts", ", ".join(self.layouts)))
+        return rows + [("note" if number == 0 else "", note) for number, note in enumerate(self.notes)]
+
     def _described(self, first: Difference) -> dict[str, Any]:
         explained = self.explained
         return {
@@ -155,3 +205,14 @@ def _layouts(run: RecordedRun) -> tuple[str, ...]:
     for entry in run.parameters.values():
         counts[entry["layout"]] = counts.get(entry["layout"], 0) + 1
     return tuple(f"{layout}: {count}" for layout, count in counts.items())
+
+
+def _places(word: str, numbers: tuple[int, ...], most: int = 6) -> str:
+    if not numbers:
+        return ""
+    listed = ", ".join(map(str, numbers[:most])) + (", …" if len(numbers) > most else "")
+    return f" on {word}{'s' if len(numbers) > 1 else ''} {listed}"
+
+
+def _list(names: list[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,9 +1,12 @@
 """Turns dropout off: its masks depend on the layout, so two right trainings differ where it is on."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from .replaced import replace
 
 _FUNCTIONS = (
     "dropout",
@@ -20,7 +23,7 @@ def turn_off_functions() -> None:
     """Functions of torch that drop out return their input."""
     functional = torch.nn.functional
     for name in _FUNCTIONS:
-        setattr(functional, name, _identity)
+        replace(functional, name, _without_dropping())
     attention = functional.scaled_dot_product_attention
 
     def without_dropout(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Tensor:
@@ -30,11 +33,16 @@ def turn_off_functions() -> None:
             options["dropout_p"] = 0.0
         return attention(query, key, value, *arguments, **options)
 
-    functional.scaled_dot_product_attention = without_dropout
+    replace(functional, "scaled_dot_product_attention", without_dropout)
 
 
-def _identity(input: Tensor, *arguments: Any, **options: Any) -> Tensor:
-    return input
+def _without_dropping() -> Callable[..., Tensor]:
+    """A function of its own for each one that it replaces."""
+
+    def identity(input: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        return input
+
+    return identity
 
 
 def turn_off_modules(roots: list[nn.Module]) -> None:
@@ -42,8 +50,8 @@ def turn_off_modules(roots: list[nn.Module]) -> None:
     for root in roots:
         for module in root.modules():
             if isinstance(module, nn.RNNBase):
-                module.dropout = 0.0
+                replace(module, "dropout", 0.0)
             for kind in type(module).__mro__:
                 attribute = _PATHS.get(kind.__name__)
                 if attribute and hasattr(module, attribute):
-                    setattr(module, attribute, 0.0)
+                    replace(module, attribute, 0.0)

@@ -10,7 +10,7 @@ from types import ModuleType
 # The module of others → our module whose `after_import` is called with it.
 WATCHED = {
     "torch": ".patches",
-    "torch.distributed.fsdp.fully_sharded_data_parallel": ".patches_fsdp1",
+    "torch.distributed.fsdp.fully_sharded_data_parallel": ".libraries.fsdp1",
     "deepspeed.runtime.engine": ".libraries.deepspeed",
     "megatron.core.optimizer.clip_grads": ".libraries.megatron",
     "megatron.core.transformer.module": ".libraries.megatron",

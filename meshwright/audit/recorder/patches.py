@@ -12,12 +12,19 @@ from torch import Tensor, nn
 
 from . import dropout
 from .recorder import recorder
+from .replaced import replace
 
 _IGNORED_INDEX = -100
 
 
 def after_import(module: ModuleType) -> None:
     """Called when torch was imported."""
+    watch_torch()
+    _watch_errors()
+    _watch_process_group()
+
+
+def watch_torch() -> None:
     _wait_for_first_call()
     _watch_backward()
     _watch_optimizers()
@@ -27,8 +34,6 @@ def after_import(module: ModuleType) -> None:
     _watch_autocast()
     if not recorder().settings.keep_dropout:
         dropout.turn_off_functions()
-    _watch_errors()
-    _watch_process_group()
 
 
 def _wait_for_first_call() -> None:
@@ -36,12 +41,12 @@ def _wait_for_first_call() -> None:
 
     @functools.wraps(original)
     def call(module: nn.Module, *arguments: Any, **named: Any) -> Any:
-        if not torch.compiler.is_compiling() and _trains(module):
+        if not torch.compiler.is_compiling() and _trains(module) and recorder().concerns(module):
             nn.Module.__call__ = original  # type: ignore[method-assign]
-            recorder().begin(module)
+            recorder().first_call(module)
         return original(module, *arguments, **named)
 
-    nn.Module.__call__ = call  # type: ignore[method-assign]
+    replace(nn.Module, "__call__", call)
 
 
 def _trains(module: nn.Module) -> bool:
@@ -65,15 +70,16 @@ def _watch_backward() -> None:
         finally:
             own.backward_depth -= 1
 
-    torch.autograd.backward = backward
+    replace(torch.autograd, "backward", backward)
 
 
 def _watch_optimizers() -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-    disable = torch.compiler.disable
-    register_optimizer_step_pre_hook(disable(lambda optimizer, *_: recorder().before_optimizer_step(optimizer)))
-    register_optimizer_step_post_hook(disable(lambda *_: recorder().after_optimizer_step()))
+    disable, handles = torch.compiler.disable, recorder().handles
+    before = disable(lambda optimizer, *_: recorder().before_optimizer_step(optimizer))
+    handles.append(register_optimizer_step_pre_hook(before))
+    handles.append(register_optimizer_step_post_hook(disable(lambda *_: recorder().after_optimizer_step())))
 
 
 def _watch_clipping() -> None:
@@ -91,7 +97,7 @@ def _watch_clipping() -> None:
             for own_name in (name, f"_{name}"):
                 original = getattr(owner, own_name, None)
                 if original is not None:
-                    setattr(owner, own_name, _watched_clip(name, original))
+                    replace(owner, own_name, _watched_clip(name, original))
 
 
 _CLIPPING: list[str] = []  # the functions of clipping that are being computed: some call others
@@ -147,13 +153,13 @@ def _watch_scaler() -> None:
             own.scale(float(scaler.get_scale()))
         return original(scaler, optimizer, *arguments, **named)
 
-    GradScaler.step = step  # type: ignore[method-assign, assignment]
+    replace(GradScaler, "step", step)
 
 
 def _watch_losses() -> None:
     functional = torch.nn.functional
     for name in ("cross_entropy", "nll_loss"):
-        setattr(functional, name, _watched_loss(getattr(functional, name)))
+        replace(functional, name, _watched_loss(getattr(functional, name)))
 
 
 def _watched_loss(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -178,7 +184,7 @@ def _watch_autocast() -> None:
             recorder().dtypes.add(str(context.fast_dtype).removeprefix("torch."))
         return original(context)
 
-    torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+    replace(torch.autocast, "__enter__", enter)
 
 
 def _watch_errors() -> None:

@@ -33,20 +33,22 @@ AFTER_START: list[Callable[[list[nn.Module]], None]] = []
 
 
 class Recorder:
-    """Records the training of this process. There is one; `patches.py` calls it."""
+    """Records the training of this process. There is one; `patches.py` calls it. `ends_process` says that the process
+    is ended after the last step that is asked for; otherwise it goes on and is no longer recorded."""
 
-    def __init__(self) -> None:
-        folder = record_folder()
-        assert folder is not None
+    def __init__(self, folder: Path, ends_process: bool = True) -> None:
         self.root = folder
+        self.ends_process = ends_process
         self.settings = Settings.read(folder)
         self.roots: list[nn.Module] = []
+        self.handles: list[Any] = []  # of hooks
         self.parameters: dict[str, Held] = {}
         self.buffers: dict[str, Held] = {}
         self.names_of: dict[int, list[str]] = {}  # the id of a parameter → names
         self.steps_of: dict[int, int] = {}  # the id of an optimizer → its completed steps
         self.kinds_written: dict[tuple[int, str], int] = {}
         self.pending: set[str] = set()  # the parameters that were updated since weights were last written
+        self.finished: set[str] = set()  # the parameters of which all steps were recorded
         self.dtypes: set[str] = set()
         self.unclipped: set[str] = set()
         self.backward_depth = self.step_depth = 0
@@ -65,8 +67,19 @@ class Recorder:
     def is_recording(self) -> bool:
         return self.started and not self.ended and os.getpid() == self.process
 
-    def begin(self, module: nn.Module) -> bool:
-        """Starts recording at the first call of `module`. Returns False if another process has the same rank."""
+    def concerns(self, module: nn.Module) -> bool:
+        """Whether a module belongs to the training that is recorded."""
+        return not self.roots or any(child is module for root in self.roots for child in root.modules())
+
+    def first_call(self, module: nn.Module) -> None:
+        """Listens to the calls of the model, and starts recording where it has not begun."""
+        if self.started or self.begin(find_roots(module)):
+            for called in called_modules(self.roots, module):
+                before = _untraced(self._before_call)
+                self.handles.append(called.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+
+    def begin(self, roots: list[nn.Module]) -> bool:
+        """Starts recording these models. Returns False if another process has the same rank."""
         self.started, self.process = True, os.getpid()
         self.rank, self.world_size = _rank_and_world()
         self.folder = self.root / f"rank-{self.rank:05d}"
@@ -77,14 +90,12 @@ class Recorder:
             self.ended = True
             return False
         self.events = EventFile(self.folder / "events.jsonl")
-        self.roots = find_roots(module)
+        self.roots = roots
         self.parameters, self.buffers = hold_model(self.roots)
         self._make_start()
         self._index()
         self.dtypes |= {str(held.dtype).removeprefix("torch.") for held in self.parameters.values()}
         self.write_header()
-        for called in called_modules(self.roots, module):
-            called.register_forward_pre_hook(_untraced(self._before_call), with_kwargs=True, prepend=True)
         atexit.register(self.end, "exit")
         return True
 
@@ -150,9 +161,11 @@ class Recorder:
         """Before a call of the model: writes the weights after the last step, and the digests of what comes in."""
         if not self.is_recording or not module.training or not torch.is_grad_enabled() or self.backward_depth:
             return
-        self.flush()
-        if self._is_done():
-            self.stop()
+        if not self.step_depth:  # LBFGS calls the model in its step
+            self.flush()
+            if self._is_done():
+                self.stop()
+                return
         called = type(module).__name__
         for leaf, tensor in [*samples.tensors_of(arguments), *samples.tensors_of(named)]:
             self.events.write(
@@ -181,6 +194,8 @@ class Recorder:
     def before_clipping(self, parameters: Iterable[Tensor]) -> list[str]:
         """Writes the gradients from which a norm is computed. Returns their names."""
         names = self.known_names(parameters)
+        if self._has_finished(names):
+            return names
         new = [name for name in names if name not in self.unclipped]
         self.write_gradients("unclipped", new)
         self.unclipped.update(new)
@@ -199,6 +214,8 @@ class Recorder:
         if not names:
             return
         self.flush()
+        if self._has_finished(names):
+            return
         if id(optimizer) not in self.steps_of:
             self.steps_of[id(optimizer)] = 0
             self._write_options(optimizer)
@@ -214,6 +231,8 @@ class Recorder:
         self.steps_of[identity] = number
         self.pending.update(names)
         self.unclipped.clear()
+        if number >= self.settings.steps:
+            self.finished.update(names)
 
     def after_optimizer_step(self) -> None:
         self.step_depth = max(0, self.step_depth - 1)
@@ -284,10 +303,20 @@ class Recorder:
         wanted = self.settings.steps
         return bool(done) and (min(done) >= wanted or max(done) > 2 * wanted)
 
+    def _has_finished(self, names: list[str]) -> bool:
+        """Stops recording where these parameters are in a step that is not asked for: of loops that call no module."""
+        if names and self.is_recording and self.finished.issuperset(names):
+            self.flush()
+            self.stop()
+            return True
+        return False
+
     def stop(self) -> None:
-        """Ends the process, because the steps that are asked for were recorded. Waits for the other ranks, which may
-        still need this one for their last step."""
+        """Ends the record, because the steps that are asked for were recorded, and the process. It waits for the other
+        ranks, which may still need this one for their last step."""
         self.end("steps")
+        if not self.ends_process:
+            return
         until = time.monotonic() + _WAIT_FOR_OTHER_RANKS_S
         while time.monotonic() < until and len(list(self.root.glob("rank-*/ended"))) < self.world_size:
             time.sleep(0.02)
@@ -304,9 +333,10 @@ class Recorder:
         """Writes what is left. Only the first call counts."""
         if not self.is_recording:
             return
-        if reason != "error":
+        if reason != "error" or not self.step_depth:
             self.flush()
         self.ended = True
+        atexit.unregister(self.end)
         self.write_header()
         self.events.write("end", self.step - 1, reason=reason, message=message)
         (self.folder / "ended").touch()
@@ -346,11 +376,18 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, int | float | bool)
 
 
-_RECORDER: list[Recorder] = []
+RECORDERS: list[Recorder] = []  # that of this process, if there is one
 
 
 def recorder() -> Recorder:
     """The recorder of this process."""
-    if not _RECORDER:
-        _RECORDER.append(Recorder())
-    return _RECORDER[0]
+    if not RECORDERS:
+        folder = record_folder()
+        assert folder is not None
+        RECORDERS.append(Recorder(folder))
+    return RECORDERS[0]
+
+
+def use_recorder(own: Recorder) -> None:
+    """Makes a recorder that of this process. One that ended stays, for functions of others that still call it."""
+    RECORDERS[:] = [own]

@@ -4,7 +4,8 @@ import functools
 from types import ModuleType
 from typing import Any
 
-from .recorder import recorder
+from ..recorder import recorder
+from ..replaced import replace
 
 
 def after_import(module: ModuleType) -> None:
@@ -22,4 +23,4 @@ def after_import(module: ModuleType) -> None:
         own.norm(result, float(max_norm), names)
         return result
 
-    kind.clip_grad_norm_ = clip
+    replace(kind, "clip_grad_norm_", clip)
