@@ -6,8 +6,10 @@ from dataclasses import replace
 
 from meshwright.audit.causes.clipping.clipped_apart import clipped_differently
 from meshwright.audit.causes.clipping.norm_of_part import norm_of_part
+from meshwright.audit.causes.clipping.not_seen import norm_not_seen
 from meshwright.audit.causes.factors.counted_twice import counted_twice
 from meshwright.audit.causes.factors.experts import expert_gradients
+from meshwright.audit.causes.factors.own_tokens import averaged_over_own_tokens
 from meshwright.audit.causes.factors.router import router_loss
 from meshwright.audit.causes.factors.scaled import scaled
 from meshwright.audit.causes.factors.tokens import averaged_over_ranks
@@ -15,6 +17,7 @@ from meshwright.audit.causes.places.not_reached import not_reached
 from meshwright.audit.causes.places.part import describe, part
 from meshwright.audit.causes.positions import positions_restart
 from meshwright.audit.causes.reductions.missing_reduction import missing_reduction
+from meshwright.audit.causes.reductions.part_of_sum import part_of_sum
 from meshwright.audit.causes.reductions.precision import low_precision, not_finite
 from meshwright.audit.causes.reductions.tied import tied_on_one_side
 from meshwright.audit.causes.samples import other_samples
@@ -36,6 +39,7 @@ FIRST: tuple[Hypothesis, ...] = (different_start, other_samples)
 THEN: tuple[Hypothesis, ...] = (
     not_finite,
     norm_of_part,
+    norm_not_seen,
     not_reached,
     tied_on_one_side,
     missing_reduction,
@@ -45,6 +49,7 @@ THEN: tuple[Hypothesis, ...] = (
     scaled,
     low_precision,
     positions_restart,
+    averaged_over_own_tokens,
     averaged_over_ranks,
     unsynchronized_buffers,
     stale_buffers,
@@ -53,6 +58,7 @@ THEN: tuple[Hypothesis, ...] = (
     not_updated,
     optimizer_state,
     router_loss,
+    part_of_sum,
     part,
 )
 

@@ -35,7 +35,7 @@ Kinds of events:
     inputs    of a call of the model while it trains: `module`, `leaf`, `shape`, `dtype`, `rows` (a digest of each row
               along the first dimension, as text), `elements` (sum of digests of all elements, as text)
     loss      a scalar that backward was called on: `value`, `dtype`
-    targets   of a call of cross_entropy or nll_loss: `valid`, `total`
+    targets   of a call of cross_entropy or nll_loss: `valid`, `total`, and `summed`, the sum of the valid ones' losses
     norm      that gradients were clipped by: `value`, `limit`, `names`, `partial` (of a part only), `counted` (no copy)
     scale     of a gradient scaler: `value`
     options   of an optimizer, when it first steps: `optimizer` (class), `names`, and `values`

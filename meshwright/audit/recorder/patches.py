@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import dropout
+from .layouts import is_dtensor, local
 from .recorder import recorder
 from .replaced import replace
 
@@ -131,14 +132,20 @@ def _parameters_of(name: str, values: Any) -> list[Tensor]:
     tensors = [values] if isinstance(values, Tensor) else values
     if name != "get_total_norm":
         return tensors
-    own = recorder()
-    wanted = {id(tensor) for tensor in tensors}
+    wanted = {_storage_of(tensor) for tensor in tensors}
     return [
         parameter
-        for root in own.roots
+        for root in recorder().roots
         for parameter in root.parameters()
-        if parameter.grad is not None and id(parameter.grad) in wanted
+        if parameter.grad is not None and _storage_of(parameter.grad) in wanted
     ]
+
+
+def _storage_of(value: Any) -> tuple[int, int]:
+    """Where a tensor, or this rank's part of a DTensor, lies: a script may give the part itself to a function."""
+    part = local(value)
+    assert part is not None
+    return part.data_ptr() or id(value), part.numel()
 
 
 def _watch_scaler() -> None:
@@ -165,14 +172,24 @@ def _watch_losses() -> None:
 def _watched_loss(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
     def watched(input: Tensor, target: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        result = original(input, target, *arguments, **named)
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
             own = recorder()
             if own.is_recording and not target.dtype.is_floating_point and input.requires_grad:
                 ignored = named.get("ignore_index", arguments[2] if len(arguments) > 2 else _IGNORED_INDEX)
-                own.targets(int((target != ignored).sum()), target.numel())
-        return original(input, target, *arguments, **named)
+                reduction = named.get("reduction", arguments[4] if len(arguments) > 4 else "mean")
+                valid = int((target != ignored).sum())
+                own.targets(valid, target.numel(), _sum_of(result, reduction, valid))
+        return result
 
     return watched
+
+
+def _sum_of(result: Tensor, reduction: str, valid: int) -> float | None:
+    """The sum of the losses of all valid targets; None if the script reduces them itself."""
+    if is_dtensor(result) or result.numel() != 1 or reduction not in ("mean", "sum") or not valid:
+        return None
+    return float(result.detach()) * (valid if reduction == "mean" else 1)
 
 
 def _watch_autocast() -> None:

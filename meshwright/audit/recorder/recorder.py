@@ -184,9 +184,9 @@ class Recorder:
             number = local(value)
             self.events.write("loss", self.step, value=float(number), dtype=str(value.dtype))  # type: ignore[arg-type]
 
-    def targets(self, valid: int, total: int) -> None:
+    def targets(self, valid: int, total: int, summed: float | None) -> None:
         if not self.backward_depth:
-            self.events.write("targets", self.step, valid=valid, total=total)
+            self.events.write("targets", self.step, valid=valid, total=total, summed=summed)
 
     def scale(self, value: float) -> None:
         self.events.write("scale", self.step, value=value)

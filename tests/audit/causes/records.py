@@ -237,7 +237,8 @@ def right_record(ranks: int = 1, layout: str = "replicated", same_samples: bool 
 def _events(step: int, rows: range, norm: float | None, names: list[str]) -> list[dict[str, Any]]:
     part = share(step, rows)
     events = [inputs_event(step, batch(step)[0][rows.start : rows.stop])]
-    events.append({"kind": "targets", "step": step, "valid": part.valid, "total": len(rows) * LENGTH})
+    counts = {"valid": part.valid, "total": len(rows) * LENGTH, "summed": part.loss}
+    events.append({"kind": "targets", "step": step, **counts})
     events.append({"kind": "loss", "step": step, "value": part.loss / part.valid, "dtype": "torch.float32"})
     if norm is not None:
         of_norm = {"value": norm, "limit": LIMIT, "names": names, "partial": False, "counted": True}

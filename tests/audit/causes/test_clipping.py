@@ -156,3 +156,46 @@ def test_wrong_gradients_are_not_wrong_clipping(tmp_path: Path) -> None:
     explained = explain(record, tmp_path)
     assert explained.cause == "scaled"
     assert {"norm_of_part", "clipped_differently"} <= set(explained.ruled_out)
+
+
+def test_only_one_rank_s_part_counts_in_the_norm(tmp_path: Path) -> None:
+    """As of attention sinks in Megatron-LM#7452 (8): they are divided, and count as if each rank held all of them."""
+    region = regions("tensor", 2, 1, "up.bias", tuple(GRADIENTS["up.bias"].shape))[0]
+    norm = math.sqrt(NORM**2 - float(region.of(GRADIENTS["up.bias"]).square().sum()))
+    record = clip_by(right_record(2, "tensor", same_samples=True, clips=True), [norm] * 2)
+    explained = explain(record, tmp_path)
+    assert explained.cause == "norm_of_part"
+    assert "only the part that rank 0 has of up.bias counts" in explained.explanation
+
+
+# ---- clipping that is not recorded
+
+
+def clip_by_hand(layout: str, norms: list[float]) -> Record:
+    record = right_record(2, layout, same_samples=True)
+    return record.change("gradient", lambda rank, name, _: GRADIENTS[name] * LIMIT / norms[rank])
+
+
+def clipped_reference() -> Record:
+    return right_record().change("gradient", lambda _, name, __: GRADIENTS[name] * LIMIT / NORM)
+
+
+@pytest.mark.parametrize("layout", ["rows", "tensor"])
+def test_each_rank_clips_by_its_own_norm_by_hand(tmp_path: Path, layout: str) -> None:
+    norms = [norm_of_parts(layout, 2, rank) for rank in range(2)]
+    explained = explain(clip_by_hand(layout, norms), tmp_path, clipped_reference())
+    assert explained.cause == "norm_of_part"
+    assert "parts that the rank itself holds" in explained.explanation
+
+
+def test_copies_count_twice_in_a_norm_by_hand(tmp_path: Path) -> None:
+    norm = math.sqrt(sum(norm_of_parts("tensor", 2, rank) ** 2 for rank in range(2)))
+    explained = explain(clip_by_hand("tensor", [norm] * 2), tmp_path, clipped_reference())
+    assert explained.cause == "norm_of_part"
+    assert "count several times" in explained.explanation
+
+
+@pytest.mark.parametrize("factors", [(1.1, 1.3), (2.0, 2.0)])
+def test_factors_that_no_norm_explains_are_no_norm_of_part(tmp_path: Path, factors: tuple[float, float]) -> None:
+    record = clip_by_hand("tensor", [NORM / factor for factor in factors])
+    assert "norm_not_seen" in explain(record, tmp_path, clipped_reference()).ruled_out

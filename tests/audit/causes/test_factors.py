@@ -150,6 +150,49 @@ def test_uneven_targets_alone_are_no_cause(tmp_path: Path) -> None:
     assert explained.cause != "averaged_over_ranks"
 
 
+def test_a_term_of_the_loss_is_weighted_by_own_targets(tmp_path: Path) -> None:
+    """As in Megatron-LM#7452 (3): a second term is divided by own targets, and weighted by those of the first."""
+    reference, record = right_record(), right_record(2)
+    calls = []
+    for events in (*reference.events, *record.events):
+        targets = next(event for event in events if (event["kind"], event["step"]) == ("targets", 1))
+        second = {**targets, "valid": targets["valid"] // 2 + 3, "summed": 0.7 * targets["summed"]}
+        events.insert(events.index(targets) + 1, second)
+        calls.append((targets, second))
+    valid = sum(targets["valid"] for targets, _ in calls[1:])
+    calls[0][1]["valid"] = sum(second["valid"] for _, second in calls[1:])
+    _set_loss(
+        reference,
+        0,
+        sum(call["summed"] / call["valid"] * weight for call, weight in zip(calls[0], (1, 0.5), strict=True)),
+    )
+    for rank, (first, second) in enumerate(calls[1:]):
+        _set_loss(
+            record, rank, 2 / valid * (first["summed"] + 0.5 * second["summed"] * first["valid"] / second["valid"])
+        )
+    record.change("gradient", lambda _, __, value: value + 0.1 * value.abs().max() * value.flip(0).sign())
+    explained = explain(record, tmp_path, reference)
+    assert explained.cause == "averaged_over_ranks"
+    assert "in the second of two terms" in explained.explanation
+
+
+def _set_loss(record: Record, rank: int, value: float) -> None:
+    for event in record.events[rank]:
+        if (event["kind"], event["step"]) == ("loss", 1):
+            event["value"] = value
+
+
+def test_a_loss_over_all_targets_is_not_averaged_over_ranks(tmp_path: Path) -> None:
+    """Ranks have different numbers of targets, their losses are right, and gradients differ for another reason."""
+    record = right_record(2)
+    valid = share(1, range(8)).valid
+    for rank in range(2):
+        _set_loss(record, rank, 2 * share(1, rows_of(rank, 2)).loss / valid)
+    record.change("gradient", lambda _, __, value: value + 0.1 * value.abs().max() * value.flip(0).sign())
+    explained = explain(record, tmp_path)
+    assert {"averaged_over_ranks", "averaged_over_own_tokens"} <= set(explained.ruled_out)
+
+
 # ---- routers
 
 

@@ -166,6 +166,16 @@ def test_one_row_is_a_little_off(tmp_path: Path) -> None:
     assert "only row 3 of 16 differs (on rank 0); what differs is multiplied by 1.01" in explained.explanation
 
 
+def test_one_row_is_off_in_one_rank_s_copy(tmp_path: Path) -> None:
+    def fault(rank: int, name: str, value: Tensor) -> Tensor:
+        return torch.cat([value[:3], 1.01 * value[3:4], value[4:]]) if (rank, name) == (1, "up.weight") else value
+
+    explained = explain(right_record(2).change("gradient", fault), tmp_path)
+    assert explained.cause == "part"
+    assert "only row 3 of 16 differs (on rank 1, whose copies differ from the right ones on" in explained.explanation
+    assert "what differs is multiplied by 1.01" in explained.explanation
+
+
 def test_one_rank_s_part_is_scaled(tmp_path: Path) -> None:
     record = right_record(2, "rows").change("gradient", lambda rank, _, value: value * (1 + rank))
     explained = explain(record, tmp_path)

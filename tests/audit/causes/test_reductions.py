@@ -1,11 +1,13 @@
 """Gradients that are not reduced over ranks, lose digits on their way, or belong to tied weights."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from meshwright.audit.evidence import Explained
 from tests.audit.causes.records import Record, explain, right_record, rows_of, share, trained
 
 VECTORS = ("norm.weight", "norm.bias")
@@ -182,3 +184,52 @@ def test_what_is_infinite_in_the_reference_is_no_overflow(tmp_path: Path) -> Non
     reference = right_record().change("gradient", fault)
     record = right_record(2).change("gradient", fault).change("gradient", lambda _, __, value: 2 * value)
     assert "not_finite" in explain(record, tmp_path, reference).ruled_out
+
+
+# ---- parts of a sum that no rank recorded
+
+
+def with_rows(tmp_path: Path, change: Callable[[Tensor], Tensor], same_samples: bool = True) -> Explained:
+    """The gradient of the last divided parameter has other rows 2 to 11."""
+
+    def fault(_: int, name: str, value: Tensor) -> Tensor:
+        return torch.cat([value[:2], change(value[2:])]) if name == "head.weight" else value
+
+    return explain(right_record(2, "rows", same_samples=same_samples).change("gradient", fault), tmp_path)
+
+
+def random_like(value: Tensor) -> Tensor:
+    return torch.randn(value.shape, generator=torch.Generator().manual_seed(5), dtype=value.dtype)
+
+
+def one_part_of_a_sum(value: Tensor) -> Tensor:
+    """Half of the value, and what is at right angles to it and as long as that half: the other half has its inverse."""
+    other = random_like(value)
+    other = other - value * (other * value).sum() / value.square().sum()
+    return 0.5 * value + 0.5 * other * value.norm() / other.norm()
+
+
+def test_a_part_of_a_sum_of_which_the_rest_was_not_recorded(tmp_path: Path) -> None:
+    """As megatron-core 0.16.1 has it: only one rank holds the rows, and every rank uses what comes from them."""
+    explained = with_rows(tmp_path, one_part_of_a_sum)
+    assert explained.cause == "missing_reduction"
+    assert "rows 2 to 11 of the gradient of head.weight" in explained.explanation
+    assert "not summed over them" in explained.explanation
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda value: value + 0.5 * random_like(value) * value.std(),
+        lambda value: value * (torch.arange(value.shape[1]) % 2),
+        lambda value: 0.5 * value,
+        lambda value: value.flip(0),
+    ],
+    ids=["noise", "cut off", "scaled", "reordered"],
+)
+def test_rows_that_differ_otherwise_are_no_part_of_a_sum(tmp_path: Path, change: Callable[[Tensor], Tensor]) -> None:
+    assert with_rows(tmp_path, change).cause != "missing_reduction"
+
+
+def test_ranks_with_different_samples_are_no_tensor_group(tmp_path: Path) -> None:
+    assert with_rows(tmp_path, one_part_of_a_sum, same_samples=False).cause != "missing_reduction"

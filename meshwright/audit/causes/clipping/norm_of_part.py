@@ -2,28 +2,39 @@
 without some parameters, or with copies counted several times. Norms are computed from the recorded gradients."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from meshwright.audit.causes.counts import counts_of, recognize
 from meshwright.audit.causes.reductions.tied import tied_pairs
 from meshwright.audit.causes.wording import list_names, number
 from meshwright.audit.evidence import SLACK, Evidence, Verdict
 from meshwright.audit.recorded_run import Event, RecordedRun
+from meshwright.audit.recorder.whole import WrittenPart
+from meshwright.audit.rounding import eps_of
 
 _LEAST_TOLERANCE, _MOST_TOLERANCE = 2e-6, 5e-3
 
 
 @dataclass(frozen=True)
 class Squares:
-    """The squares of the norms of a training's gradients: of each whole gradient by name, of each rank's parts, and of
-    what is divided over ranks and what several ranks hold copies of."""
+    """The squares of the norms of a training's gradients: of each whole gradient by name, and of the parts that each
+    rank holds of it. Of `copied` ones several ranks hold the same part."""
 
     by_name: dict[str, float]
-    by_rank: dict[int, float]
+    by_part: dict[tuple[int, str], float]
     copied: frozenset[str]
+
+    @cached_property
+    def by_rank(self) -> dict[int, float]:
+        squares: dict[int, float] = {}
+        for (rank, _), square in self.by_part.items():
+            squares[rank] = squares.get(rank, 0.0) + square
+        return squares
 
     @property
     def norm(self) -> float:
@@ -48,7 +59,10 @@ def norm_of_part(evidence: Evidence) -> Verdict | None:
         }
         if not wrong:
             continue
-        for residual, text in _rules(evidence, run, squares, wrong, tolerance):
+        for residual, text in (
+            *rules(run, squares, wrong, tolerance),
+            *_constant(evidence, squares, wrong, tolerance),
+        ):
             values = ", ".join(f"rank {rank} by {number(event['value'])}" for rank, event in list(wrong.items())[:4])
             return Verdict(
                 "norm_of_part",
@@ -80,23 +94,32 @@ def gradient_squares(evidence: Evidence, run: RecordedRun) -> Squares:
     kind = "unclipped" if run.tensors(evidence.step, "unclipped").parts else "gradient"
     tensors = run.tensors(evidence.step, kind)
     again = {name for other in (evidence.reference, evidence.candidate) for name, _ in tied_pairs(other)}
-    by_name: dict[str, float] = {}
-    by_rank: dict[int, float] = {}
-    copied: set[str] = set()
-    for name, parts in tensors.parts.items():
-        if name in again:
-            continue
-        whole = tensors.whole(name)
-        by_name[name] = float(whole.to(torch.float64).square().sum()) if whole is not None else 0.0
-        for part in parts:
-            by_rank[part.rank] = by_rank.get(part.rank, 0.0) + float(part.value.to(torch.float64).square().sum())
-        if len({part.region for part in parts}) < len(parts):
-            copied.add(name)
-    return Squares(by_name, by_rank, frozenset(copied))
+    wholes = {name: tensors.whole(name) for name in tensors.parts if name not in again}
+    return squares_of(wholes, {name: tensors.parts[name] for name in wholes})
+
+
+def squares_of(wholes: Mapping[str, Tensor | None], parts: Mapping[str, list[WrittenPart]]) -> Squares:
+    by_part: dict[tuple[int, str], float] = {}
+    for name, written in parts.items():
+        for part in written:
+            key = (part.rank, name)
+            by_part[key] = by_part.get(key, 0.0) + float(part.value.to(torch.float64).square().sum())
+    by_name = {name: 0.0 if whole is None else float(whole.double().square().sum()) for name, whole in wholes.items()}
+    copied = {name for name, written in parts.items() if len({part.region for part in written}) < len(written)}
+    return Squares(by_name, by_part, frozenset(copied))
 
 
 def _tolerance(evidence: Evidence) -> float:
+    """How far a norm may be from that of the recorded gradients: what the reference's norm is from that of its own, or
+    one rounding of a shorter type. That of two runs' norms is larger."""
     allowed = SLACK * evidence.difference.allowed if evidence.difference.what == "norm" else 1e-4
+    run = evidence.reference
+    values = [float(event["value"]) for event in norm_events(run, evidence.step).values() if not event["partial"]]
+    if values:
+        norm = gradient_squares(evidence, run).norm
+        eps = eps_of(run.dtypes | evidence.candidate.dtypes)
+        own = max(abs(value / norm - 1) for value in values) if norm else allowed
+        allowed = min(allowed, max(SLACK * own, eps))
     return min(_MOST_TOLERANCE, max(_LEAST_TOLERANCE, allowed))
 
 
@@ -104,9 +127,7 @@ def _is(value: float, expected: float, tolerance: float) -> bool:
     return bool(expected) and abs(value / expected - 1) <= tolerance
 
 
-def _rules(
-    evidence: Evidence, run: RecordedRun, squares: Squares, wrong: dict[int, Event], tolerance: float
-) -> Iterator[tuple[float, str]]:
+def rules(run: RecordedRun, squares: Squares, wrong: dict[int, Event], tolerance: float) -> Iterator[tuple[float, str]]:
     """Yields the residual and the text of each rule that gives all wrong norms."""
     values = {rank: float(event["value"]) for rank, event in wrong.items()}
 
@@ -130,7 +151,7 @@ def _rules(
             missing = number(math.sqrt(squares.of(lambda name, left=names: name in left)))  # type: ignore[misc]
             yield residual, f"It is the norm without {text} ({list_names(names)}), whose own norm is {missing}"
     yield from _counted_again(squares, values, fits)
-    yield from _constant(evidence, squares, values, tolerance)
+    yield from _one_part_counts(squares, fits)
 
 
 def _left_out(run: RecordedRun, squares: Squares, wrong: dict[int, Event]) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -171,10 +192,32 @@ def _counted_again(
             yield residual, f"In it, the parameters that several ranks hold copies of are counted {times} times"
 
 
-def _constant(
-    evidence: Evidence, squares: Squares, values: dict[int, float], tolerance: float
+def _one_part_counts(
+    squares: Squares, fits: Callable[[Callable[[int], float]], float | None]
 ) -> Iterator[tuple[float, str]]:
-    factors = [value / squares.norm for value in values.values()]
+    """Of divided parameters only one rank's part counts, as of parameters that all ranks hold."""
+    divided = [name for name in squares.by_name if name not in squares.copied]
+    held = {name: [rank for rank, other in squares.by_part if other == name] for name in divided}
+    divided = [name for name in divided if len(held[name]) > 1]
+    ends = dict.fromkeys(name.rsplit(".", 1)[-1] for name in divided)
+    groups = [[name for name in divided if name.rsplit(".", 1)[-1] == end] for end in ends]
+    for names in (divided, *groups, *([name] for name in divided)):
+        rest = squares.of(lambda name, left=names: name not in left)  # type: ignore[misc]
+        for rank in sorted({rank for name in names for rank in held[name]}):
+            counted = sum(squares.by_part.get((rank, name), 0.0) for name in names)
+            residual = fits(lambda _, square=rest + counted: math.sqrt(square))  # type: ignore[misc]
+            if residual is not None:
+                yield (
+                    residual,
+                    f"In it, only the part that rank {rank} has of {list_names(names)} counts, as if each rank held all"
+                    " of it: the parts of the other ranks are missing",
+                )
+
+
+def _constant(
+    evidence: Evidence, squares: Squares, wrong: dict[int, Event], tolerance: float
+) -> Iterator[tuple[float, str]]:
+    factors = [float(event["value"]) / squares.norm for event in wrong.values()]
     if max(factors) / min(factors) - 1 > tolerance:
         return
     counts = [count for count in counts_of(evidence) if count.is_size]

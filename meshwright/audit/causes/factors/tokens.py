@@ -52,9 +52,9 @@ def _explain(evidence: Evidence, wrong: RecordedRun, right: RecordedRun, who: st
     shares, right_shares = _shares(wrong, evidence.step), _shares(right, evidence.step)
     if len({share.valid for share in shares}) < 2 or not right_shares:
         return None
-    if not _may_be_as_large(evidence, shares):
+    if not may_be_as_large(evidence, [(share.valid, 1 / len(shares)) for share in shares]):
         return None
-    tolerance = max(_rounding(run, evidence.step) for run in (wrong, right))
+    tolerance = max(loss_rounding(run, evidence.step) for run in (wrong, right))
     for times in {1, microbatches(wrong, evidence.step)}:
         weighted = times * _weighted(shares)
         plain = times * sum(share.loss for share in shares) / len(shares)
@@ -68,11 +68,11 @@ def _explain(evidence: Evidence, wrong: RecordedRun, right: RecordedRun, who: st
     return None
 
 
-def _may_be_as_large(evidence: Evidence, shares: list[_Share]) -> bool:
-    """Whether the gradients differ by as much as other weights of the shares may change them. The mean over few targets
-    is longer than that over many, by the root of their ratio."""
-    total = sum(share.valid for share in shares)
-    off = sum(abs(1 / len(shares) - share.valid / total) * (total / share.valid) ** 0.5 for share in shares)
+def may_be_as_large(evidence: Evidence, shares: list[tuple[int, float]]) -> bool:
+    """Whether the gradients differ by as much as other weights of the shares may change them, which are given with
+    their valid targets. The mean over few targets is longer than that over many, by the root of their ratio."""
+    total = sum(valid for valid, _ in shares)
+    off = sum(abs(weight - valid / total) * (total / valid) ** 0.5 for valid, weight in shares)
     changed = squares = 0.0
     for name in evidence.differing_gradients:
         right, own = evidence.expected(name), evidence.recorded(name)
@@ -124,5 +124,5 @@ def _losses(run: RecordedRun, shares: list[_Share], step: int) -> list[float]:
     return [value for value in (_weighted(shares), summed) if value]
 
 
-def _rounding(run: RecordedRun, step: int) -> float:
+def loss_rounding(run: RecordedRun, step: int) -> float:
     return max((_LOSS_ROUNDING.get(event["dtype"], 2.0**-20) for event in run.events("loss", step)), default=2.0**-20)

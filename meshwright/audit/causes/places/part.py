@@ -22,17 +22,17 @@ def part(evidence: Evidence) -> Verdict | None:
         return None
     difference, (wrong, text) = places[0][0], places[0][1]
     name = difference.name or ""
-    change, residual = _change(evidence, name, wrong)
+    change, residual = _change(evidence, difference, wrong)
     others = [other.name or "" for other, _ in places[1:]]
     also = f"; so are parts of {list_names(others)}" if others else ""
-    place = f"{text}{_on(evidence, name, wrong)}"
+    place = f"{text}{_on(evidence, difference, wrong)}"
     return Verdict("part", f"of the gradient of {name}, only {place}{change}{also}", residual)
 
 
 def _where(evidence: Evidence, difference: Difference) -> tuple[Tensor, str] | None:
     """A mask of what differs, and its text. None if all differs, or a side has no gradient."""
     name = difference.name or ""
-    right, own = evidence.expected(name), evidence.recorded(name)
+    right, own = evidence.expected(name), evidence.recorded(name, _wrong_rank(difference))
     if right is None or own is None or own.shape != right.shape or right.numel() < 2:
         return None
     differs = (own - right).abs() > evidence.allowed_error(name, right)
@@ -56,15 +56,25 @@ def _where(evidence: Evidence, difference: Difference) -> tuple[Tensor, str] | N
     return touched.reshape(shape).expand(right.shape), f"{text} of {right.shape[dim]} {verb}"
 
 
-def _on(evidence: Evidence, name: str, wrong: Tensor) -> str:
-    """Says which ranks hold what differs, if not all do."""
-    parts = evidence.recorded_parts(name)
-    ranks = {one.rank for one in parts if bool(one.region.of(wrong).any())}
-    return f" (on {list_ranks(ranks)})" if len(ranks) < len({one.rank for one in parts}) else ""
+def _wrong_rank(difference: Difference) -> int | None:
+    """The first rank whose values differ. Other ranks may hold right copies of the same part."""
+    return min(difference.ranks, default=None)
 
 
-def _change(evidence: Evidence, name: str, wrong: Tensor) -> tuple[str, float]:
-    right, own = evidence.expected(name), evidence.recorded(name)
+def _on(evidence: Evidence, difference: Difference, wrong: Tensor) -> str:
+    """Says which ranks hold what differs, if not all do, and which hold right copies of it."""
+    parts = evidence.recorded_parts(difference.name or "")
+    holders = {one.rank for one in parts if bool(one.region.of(wrong).any())}
+    ranks = holders & set(difference.ranks) or holders
+    if len(ranks) == len({one.rank for one in parts}):
+        return ""
+    copies = f", whose copies differ from the right ones on {list_ranks(holders - ranks)}" if holders - ranks else ""
+    return f" (on {list_ranks(ranks)}{copies})"
+
+
+def _change(evidence: Evidence, difference: Difference, wrong: Tensor) -> tuple[str, float]:
+    name = difference.name or ""
+    right, own = evidence.expected(name), evidence.recorded(name, _wrong_rank(difference))
     assert right is not None
     assert own is not None
     values, expected = own[wrong], right[wrong]
