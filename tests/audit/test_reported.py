@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 
 @dataclass(frozen=True)
 class Report:
-    """A script, the quantity that differs first (a kind and the end of a name), the cause, and words of the sentence."""
+    """A script, the quantity that differs first (kind and end of its name), the cause, and words of its sentence."""
 
     script: str
     what: str
