@@ -33,7 +33,7 @@ MAY_READ_ENVIRONMENT = (
     *("processes/environment.py", "processes/torch_private.py", "processes/launchers/store_place.py"),
     *("processes/local/fork_server.py", "processes/local/run_in_ranks.py", "processes/local/replacing_agent.py"),
     # the command of an audit passes all on; its recorder finds its folder there, and the rank before torch knows it
-    *("audit/run_command.py", "audit/recorder/settings.py", "audit/recorder/recorder.py"),
+    *("audit/run_command.py", "audit/recorder/settings.py"),
     "audit/recorder/start_up/sitecustomize.py",
     *("processes/network/interface.py", "processes/token/machines.py", "processes/token/run_token.py"),
 )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from meshwright.audit.evidence import Compared, Difference
+from meshwright.audit.own_copies import own_copies
 from meshwright.audit.recorded_run import RecordedRun
 from meshwright.audit.rounding import (
     SMALLEST_ASSUMED_DRIFT,
@@ -58,7 +59,9 @@ class RecordComparison:
 def compare_records(reference: RecordedRun, candidate: RecordedRun, noise: RecordedRun | None) -> RecordComparison:
     """Compares up to the first step that differs. `noise` is the reference from weights that were changed by one
     rounding."""
-    return _Comparison(reference, candidate, noise).run()
+    comparison = _Comparison(reference, candidate, noise)
+    comparison.result.differences += own_copies(candidate)
+    return comparison.run()
 
 
 class _Comparison:

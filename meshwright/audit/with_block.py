@@ -71,7 +71,7 @@ def _watch_step(optimizer: Any) -> None:
     original = optimizer.step
 
     def step(*arguments: Any, **named: Any) -> Any:
-        recorder().before_optimizer_step(optimizer)
+        recorder().gradients_computed(optimizer, recorder().before_optimizer_step())
         try:
             return original(*arguments, **named)
         finally:

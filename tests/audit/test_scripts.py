@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from meshwright.audit.audit import AuditFailed, AuditRequest, record
 from meshwright.audit.recorded_run import RecordedRun
@@ -51,6 +52,10 @@ RUN = {
     + STEPS
     + "    model.eval()\n    with torch.no_grad(): model(torch.ones(2, 4))\n    model.train()\n",
 }
+IN_CLOSURE = STEPS.replace("optimizer.zero_grad()", "def closure():\n        optimizer.zero_grad()").replace(
+    "    loss().backward()\n    optimizer.step()",
+    "        loss().backward()\n        nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n    optimizer.step(closure)",
+)
 FAIL = {
     "no training": ("import torch\nprint(torch.ones(2))", "called no model in training mode"),
     "no step": (HEAD + "loss().backward()", "took no optimizer step"),
@@ -71,6 +76,7 @@ FAIL = {
 
 
 def _recorded(folder: Path, script: str, **settings: object) -> RecordedRun:
+    folder.mkdir(exist_ok=True)
     file = folder / "script.py"
     file.write_text(script)
     request = AuditRequest("", "", timeout_s=120)
@@ -120,3 +126,58 @@ def test_a_script_may_have_a_sitecustomize_of_its_own(tmp_path: Path, monkeypatc
     (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.theirs = 1")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert _recorded(tmp_path, "theirs\n" + RUN["plain"]).steps == 3
+
+
+def test_gradients_that_a_closure_computes_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+    """Also in the first step, in whose closure the model is called for the first time."""
+    plain = STEPS.replace("optimizer.step()", "nn.utils.clip_grad_norm_(model.parameters(), 0.1); optimizer.step()")
+    runs = [_recorded(tmp_path / name, HEAD + steps) for name, steps in (("plain", plain), ("closure", IN_CLOSURE))]
+    for step in (1, 2, 3):
+        for kind in ("unclipped", "gradient", "weight"):
+            for name in runs[0].parameters:
+                expected, value = (run.whole(step, kind, name) for run in runs)
+                assert expected is not None
+                assert value is not None
+                assert torch.equal(value, expected), (step, kind, name)
+        assert len(runs[1].events("inputs", step)) == len(runs[1].events("norm", step)) == 1
+
+
+def test_only_the_first_gradients_of_several_in_one_step_are_compared(tmp_path: Path) -> None:
+    run = _recorded(tmp_path, RUN["closure"])
+    assert [len(run.events(kind, 1)) for kind in ("inputs", "loss", "step")] == [1, 1, 1]
+    start, after = (run.whole(step, kind, "0.weight") for step, kind in ((0, "start"), (1, "weight")))
+    assert start is not None
+    assert after is not None
+    assert not torch.equal(start, after)
+
+
+def test_gradients_that_a_step_reduces_before_it_calls_its_base_class_are_written_after_it(tmp_path: Path) -> None:
+    kind = """
+class Reducing(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(2)
+        return super().step(closure)
+"""
+    run = _recorded(tmp_path, HEAD + kind + "optimizer = Reducing(model.parameters(), lr=0.5)\n" + STEPS)
+    start, gradient, after = (run.whole(*of, "0.weight") for of in ((0, "start"), (1, "gradient"), (1, "weight")))
+    assert start is not None
+    assert gradient is not None
+    assert after is not None
+    assert torch.allclose(start - 0.5 * gradient, after, atol=1e-6)
+
+
+def test_launchers_say_the_rank_in_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_RANK", "1")
+    monkeypatch.setenv("HOROVOD_SIZE", "2")
+    run = _recorded(tmp_path, HEAD + STEPS.replace("range(5)", "range(2)"))
+    assert [(rank.rank, rank.header["world_size"]) for rank in run.ranks] == [(1, 2)]
+
+
+@pytest.mark.parametrize("shuffle", [True, pytest.param(False, marks=pytest.mark.soak)])
+def test_samplers_that_shuffle_are_recorded(tmp_path: Path, shuffle: bool) -> None:
+    rows = f"rows = torch.utils.data.DataLoader(torch.randn(30, 4), batch_size=6, shuffle={shuffle})\n"
+    steps = "for row in rows:\n    optimizer.zero_grad()\n    model(row).sum().backward()\n    optimizer.step()\n"
+    run = _recorded(tmp_path, HEAD + rows + steps)
+    assert run.ranks[0].header["samplers"] == ([["RandomSampler", ""]] if shuffle else [])

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from meshwright.audit.causes.clipping.clipped_apart import clipped_differently
+from meshwright.audit.causes.clipping.each_microbatch import clipped_each_microbatch
 from meshwright.audit.causes.clipping.norm_of_part import norm_of_part
 from meshwright.audit.causes.clipping.not_seen import norm_not_seen
 from meshwright.audit.causes.factors.counted_twice import counted_twice
@@ -49,6 +50,7 @@ THEN: tuple[Hypothesis, ...] = (
     scaled,
     low_precision,
     positions_restart,
+    clipped_each_microbatch,
     averaged_over_own_tokens,
     averaged_over_ranks,
     unsynchronized_buffers,

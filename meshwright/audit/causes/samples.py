@@ -29,7 +29,7 @@ def explain_samples(reference: RecordedRun, candidate: RecordedRun, step: int) -
     expected, rows = rows_by_rank(right), rows_by_rank(seen)
     if _same(expected, rows) or _same_elements(right, seen):
         return None
-    return _describe(reference, candidate, step, expected, rows)
+    return _describe(reference, candidate, step, expected, rows) + _shuffling(reference, candidate)
 
 
 def ranks_by_samples(run: RecordedRun, step: int) -> list[tuple[int, ...]]:
@@ -185,6 +185,13 @@ def _describe(reference: RecordedRun, candidate: RecordedRun, step: int, expecte
     if repeated and seen.keys() <= right.keys():
         missing = len(right.keys() - seen.keys())
         return f"{counts}; {repeated} were seen more often than in the reference, and {missing} were not seen at all"
+    joined = _joined_steps(candidate, step, right) or _joined_steps(reference, step, seen)
+    if joined is not None:
+        one, other = ("reference", "candidate") if seen.keys() < right.keys() else ("candidate", "reference")
+        return (
+            f"step {step} of the {one} has the samples of the {other}'s steps {step} to {joined}: the {one} accumulates"
+            f" the gradients of {joined - step + 1} micro-batches, and the {other} steps after each"
+        )
     if seen.keys() < right.keys():
         return f"{counts}; {right.total() - shared} of the reference's samples were not seen, and no others"
     if right.keys() < seen.keys():
@@ -206,3 +213,25 @@ def _other_step(reference: RecordedRun, candidate: RecordedRun, step: int, seen:
             f" {sum((seen & by_step[step]).values())} of the reference's {by_step[step].total()}"
         )
     return None
+
+
+def _joined_steps(run: RecordedRun, step: int, rows: Counter[str]) -> int | None:
+    """The last of the steps that have these rows together, from a step on; None if more than one have not."""
+    joined: Counter[str] = Counter()
+    for last in range(step, run.steps + 1):
+        joined += _distinct(rows_by_rank(_sample_events(run, last)))
+        if joined == rows:
+            return last if last > step else None
+    return None
+
+
+def _shuffling(reference: RecordedRun, candidate: RecordedRun) -> str:
+    """Says which side's rows come from samplers that shuffle, and who made these."""
+    text = ""
+    for who, run in (("candidate", candidate), ("reference", reference)):
+        made = [tuple(sampler) for rank in run.ranks for sampler in rank.header.get("samplers", ())]
+        for sampler, package in dict.fromkeys(made):
+            text += f". The {who}'s rows come from a {sampler}, which shuffles"
+            if package:
+                text += f": the package {package} made it, and not the script, so look for its option for this"
+    return text

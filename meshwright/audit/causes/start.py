@@ -4,6 +4,7 @@ from torch import Tensor
 
 from meshwright.audit.causes.wording import list_names, list_ranks, number
 from meshwright.audit.evidence import Evidence, Verdict
+from meshwright.audit.own_copies import own_copies
 
 _CLOSE = 1e-6
 
@@ -12,8 +13,16 @@ def different_start(evidence: Evidence) -> Verdict | None:
     """Returns a verdict if the first difference is in the start. All later differences may follow from it."""
     if evidence.difference.step > 0:
         return None
-    names = [difference.name or "" for difference in evidence.differences.get("start", ())]
     first = evidence.difference
+    copies = own_copies(evidence.candidate)
+    if copies:
+        return Verdict(
+            "different_start",
+            f"ranks of the candidate make different copies of {list_names(copy.name or '' for copy in copies)}: on"
+            f" {list_ranks(copies[0].ranks)} {copies[0].name} differs from that of the first rank by"
+            f" {number(copies[0].error)} of its largest value. Each rank draws its own, and they are not broadcast",
+        )
+    names = [difference.name or "" for difference in evidence.differences.get("start", ())]
     where = f" on {list_ranks(first.ranks)}" if first.ranks and len(first.ranks) < evidence.candidate.world_size else ""
     return Verdict(
         "different_start",

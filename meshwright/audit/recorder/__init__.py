@@ -18,6 +18,7 @@ each rank that trained, `rank-00000`:
     parameters   name → {"shape": of the whole tensor, "dtype", "trained", "layout": where the layout is known from,
                  "parts": [{"box": [[start, size], …]} or {"flat": [start, end]}], "same_as": first name if tied}
     buffers      name → the same
+    samplers     of samplers that shuffle, the class and the package that made it ("" for the script)
     notes        sentences about what could not be recorded
 
 A part is a box of the whole tensor (start and size in each dimension), or a range of the flattened whole tensor. Kinds

@@ -112,6 +112,17 @@ def _dtensor_gradient(parameter: Any) -> Tensor | None:
     return local(gradient)
 
 
+def partial_sum(value: Any) -> tuple[bool, bool]:
+    """Whether a norm is that of a part, whose square is still to be summed over ranks; and whether this rank's value
+    belongs to the sum, and is not a copy of another one's."""
+    placements = getattr(value, "placements", ())
+    partial = ["Partial" in type(placement).__name__ for placement in placements]
+    if not any(partial):
+        return False, True
+    coordinates = value.device_mesh.get_coordinate() or [0] * len(partial)
+    return True, all(part or place == 0 for part, place in zip(partial, coordinates, strict=True))
+
+
 def _dtensor_region(tensor: Any) -> Region:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

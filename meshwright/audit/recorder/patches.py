@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ def watch_torch() -> None:
     _watch_scaler()
     _watch_losses()
     _watch_autocast()
+    _watch_samplers()
     if not recorder().settings.keep_dropout:
         dropout.turn_off_functions()
 
@@ -78,9 +80,31 @@ def _watch_optimizers() -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     disable, handles = torch.compiler.disable, recorder().handles
-    before = disable(lambda optimizer, *_: recorder().before_optimizer_step(optimizer))
-    handles.append(register_optimizer_step_pre_hook(before))
+    handles.append(register_optimizer_step_pre_hook(disable(_before_step)))
     handles.append(register_optimizer_step_post_hook(disable(lambda *_: recorder().after_optimizer_step())))
+
+
+def _before_step(
+    optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Called before a step of an optimizer, which is the first of the arguments. Returns the arguments with another
+    closure if there is one: gradients are computed in it, as with Lightning's Trainer, and are written after it."""
+    own = recorder()
+    depth = own.before_optimizer_step()
+    closure = named["closure"] if "closure" in named else next(iter(arguments[1:]), None)
+    if not callable(closure):
+        own.gradients_computed(optimizer, depth)
+        return None
+
+    def watched() -> Any:
+        own.before_closure()
+        result = closure()
+        own.gradients_computed(optimizer, depth)
+        return result
+
+    if "closure" in named:
+        return arguments, {**named, "closure": watched}
+    return (arguments[0], watched, *arguments[2:]), named
 
 
 def _watch_clipping() -> None:
@@ -202,6 +226,45 @@ def _watch_autocast() -> None:
         return original(context)
 
     replace(torch.autocast, "__enter__", enter)
+
+
+def _watch_samplers() -> None:
+    from torch.utils.data import DistributedSampler, RandomSampler
+
+    for kind in (DistributedSampler, RandomSampler):
+        replace(kind, "__init__", _watched_making(kind.__init__))
+        replace(kind, "__iter__", _watched_sampler(kind.__name__, kind.__iter__))
+
+
+_MAKERS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # of each sampler, the package that made it
+
+
+def _watched_making(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def make(sampler: Any, *arguments: Any, **named: Any) -> None:
+        _MAKERS[sampler] = _calling_package()
+        original(sampler, *arguments, **named)
+
+    return make
+
+
+def _calling_package() -> str:
+    """The package whose code called torch; empty for the script and modules beside it."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+        frame = frame.f_back  # type: ignore[assignment]
+    name, file = (frame.f_globals.get(key) or "" for key in ("__name__", "__file__")) if frame is not None else ("", "")
+    return name.partition(".")[0] if "site-packages" in file else ""
+
+
+def _watched_sampler(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def iterate(sampler: Any) -> Any:
+        if getattr(sampler, "shuffle", True):
+            recorder().samplers.add((name, _MAKERS.get(sampler, "")))
+        return original(sampler)
+
+    return iterate
 
 
 def _watch_errors() -> None:

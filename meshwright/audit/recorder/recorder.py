@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from . import dropout, samples
-from .layouts import hold_model, local
+from .layouts import hold_model, local, partial_sum
 from .parts import Held
 from .record_files import EventFile, write_tensors
 from .roots import called_modules, find_roots, pipeline_stage
-from .settings import Settings, record_folder
+from .settings import Settings, rank_and_world, record_folder
 from .start import draw_start, find_divisions, load_start, name_after_reference, perturb
 from .whole import WholeTensors, read_ranks
 
@@ -52,8 +52,10 @@ class Recorder:
         self.dtypes: set[str] = set()
         self.unclipped: set[str] = set()
         self.backward_depth = self.step_depth = 0
-        self.started = self.ended = False
+        self.stepping: int | None = None  # the step that an optimizer is taking, once its gradients were written
+        self.started = self.ended = self.paused = False
         self.process = os.getpid()
+        self.samplers: set[tuple[str, str]] = set()  # of those that shuffle, the class and the package that made it
         self.notes: list[str] = []
 
     # ---- start
@@ -61,11 +63,13 @@ class Recorder:
     @property
     def step(self) -> int:
         """The number of the step that is being computed."""
+        if self.stepping is not None:
+            return self.stepping
         return max(self.steps_of.values(), default=0) + 1
 
     @property
     def is_recording(self) -> bool:
-        return self.started and not self.ended and os.getpid() == self.process
+        return self.started and not self.ended and not self.paused and os.getpid() == self.process
 
     def concerns(self, module: nn.Module) -> bool:
         """Whether a module belongs to the training that is recorded."""
@@ -81,7 +85,7 @@ class Recorder:
     def begin(self, roots: list[nn.Module]) -> bool:
         """Starts recording these models. Returns False if another process has the same rank."""
         self.started, self.process = True, os.getpid()
-        self.rank, self.world_size = _rank_and_world()
+        self.rank, self.world_size = rank_and_world()
         self.folder = self.root / f"rank-{self.rank:05d}"
         try:
             self.folder.mkdir()
@@ -142,6 +146,7 @@ class Recorder:
             "dtypes": sorted(self.dtypes),
             "parameters": {name: held.to_json() for name, held in self.parameters.items()},
             "buffers": {name: held.to_json() for name, held in self.buffers.items()},
+            "samplers": sorted(self.samplers),
             "notes": self.notes,
         }
         unfinished = self.folder / "header.unfinished"
@@ -202,26 +207,41 @@ class Recorder:
         return names
 
     def norm(self, value: Any, limit: float | None, names: list[str]) -> None:
-        partial, counted = _partial_sum(value)
+        partial, counted = partial_sum(value)
         number = float(local(value)) if isinstance(value, Tensor) else float(value)  # type: ignore[arg-type]
         self.events.write("norm", self.step, value=number, limit=limit, names=names, partial=partial, counted=counted)
 
-    def before_optimizer_step(self, optimizer: Any) -> None:
+    def before_optimizer_step(self) -> int:
+        """Returns 1, or more for a step inside of others."""
         self.step_depth += 1
-        if self.step_depth > 1 or not self.is_recording:
+        if self.step_depth == 1 and self.is_recording:
+            self.flush()
+        return self.step_depth
+
+    def before_closure(self) -> None:
+        """Pauses from the second call of a closure in one step to the end of the step."""
+        self.paused = self.stepping is not None
+
+    def gradients_computed(self, optimizer: Any, depth: int) -> None:
+        """Writes the gradients that an optimizer steps with: called before its step, or where that has a closure, which
+        computes them, after this. Where a step calls another optimizer's, perhaps that of its base class, they are
+        written again, because they may have been reduced in between, as Horovod's are. What was written last counts."""
+        if not self.is_recording:
             return
         names = self.known_names(parameter for group in optimizer.param_groups for parameter in group["params"])
-        if not names:
-            return
-        self.flush()
-        if self._has_finished(names):
-            return
+        if self.stepping is not None:
+            self.write_gradients("gradient", names, self.stepping)
+        elif names and depth == 1 and not self._has_finished(names):
+            self._begin_step(optimizer, names)
+
+    def _begin_step(self, optimizer: Any, names: list[str]) -> None:
         if id(optimizer) not in self.steps_of:
             self.steps_of[id(optimizer)] = 0
             self._write_options(optimizer)
         if type(optimizer).__name__ == "LBFGS" and not self.notes:
-            self.notes.append("LBFGS computes gradients inside of its step: only weights are compared")
+            self.notes.append("LBFGS computes several gradients in each step: the first of them is compared")
         self.write_step(type(optimizer).__name__, id(optimizer), names)
+        self.stepping = self.steps_of[id(optimizer)]
 
     def write_step(self, optimizer: str, identity: int, names: list[str]) -> None:
         """Writes the gradients that an optimizer steps with."""
@@ -236,6 +256,9 @@ class Recorder:
 
     def after_optimizer_step(self) -> None:
         self.step_depth = max(0, self.step_depth - 1)
+        if not self.step_depth:
+            self.stepping, self.paused = None, False
+            self.unclipped.clear()
 
     def _write_options(self, optimizer: Any) -> None:
         for group in optimizer.param_groups:
@@ -305,7 +328,7 @@ class Recorder:
 
     def _has_finished(self, names: list[str]) -> bool:
         """Stops recording where these parameters are in a step that is not asked for: of loops that call no module."""
-        if names and self.is_recording and self.finished.issuperset(names):
+        if names and self.is_recording and self.stepping is None and self.finished.issuperset(names):
             self.flush()
             self.stop()
             return True
@@ -331,6 +354,7 @@ class Recorder:
 
     def end(self, reason: str, message: str = "") -> None:
         """Writes what is left. Only the first call counts."""
+        self.paused = False
         if not self.is_recording:
             return
         if reason != "error" or not self.step_depth:
@@ -346,28 +370,6 @@ def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
     """The hook as `torch.compile` leaves it alone."""
     disable = getattr(getattr(torch, "compiler", None), "disable", None)
     return disable(hook) if disable else hook
-
-
-def _rank_and_world() -> tuple[int, int]:
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    for rank, world in (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")):
-        if rank in os.environ and world in os.environ:
-            return int(os.environ[rank]), int(os.environ[world])
-    return 0, 1
-
-
-def _partial_sum(value: Any) -> tuple[bool, bool]:
-    """Whether a norm is that of a part, whose square is still to be summed over ranks; and whether this rank's value
-    belongs to the sum, and is not a copy of another one's."""
-    placements = getattr(value, "placements", ())
-    partial = ["Partial" in type(placement).__name__ for placement in placements]
-    if not any(partial):
-        return False, True
-    coordinates = value.device_mesh.get_coordinate() or [0] * len(partial)
-    return True, all(part or place == 0 for part, place in zip(partial, coordinates, strict=True))
 
 
 def _is_plain(value: object) -> bool:

@@ -7,6 +7,14 @@ from pathlib import Path
 
 FOLDER_VARIABLE = "MESHWRIGHT_AUDIT_RECORD"  # names the folder of the record in the recorded processes
 
+# The environment variables by which launchers tell a process its rank: torchrun, Horovod, Open MPI, and other MPIs.
+_RANK_AND_WORLD_VARIABLES = (
+    ("RANK", "WORLD_SIZE"),
+    ("HOROVOD_RANK", "HOROVOD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -34,3 +42,15 @@ def record_folder() -> Path | None:
     """The folder of the record that this process belongs to; None if it is not recorded."""
     folder = os.environ.get(FOLDER_VARIABLE)
     return Path(folder) if folder else None
+
+
+def rank_and_world() -> tuple[int, int]:
+    """The rank of this process and the number of ranks."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    for rank, world in _RANK_AND_WORLD_VARIABLES:
+        if rank in os.environ and world in os.environ:
+            return int(os.environ[rank]), int(os.environ[world])
+    return 0, 1

@@ -199,3 +199,29 @@ def test_copies_count_twice_in_a_norm_by_hand(tmp_path: Path) -> None:
 def test_factors_that_no_norm_explains_are_no_norm_of_part(tmp_path: Path, factors: tuple[float, float]) -> None:
     record = clip_by_hand("tensor", [NORM / factor for factor in factors])
     assert "norm_not_seen" in explain(record, tmp_path, clipped_reference()).ruled_out
+
+
+# ---- clipping of each micro-batch
+
+
+def clipped_in_between(norm: float) -> Record:
+    """Half of each gradient is clipped before the other half is added. The norm before this is that of the first."""
+    record = right_record(2, "rows", clips=True)
+    halves = {name: value / 2 for name, value in GRADIENTS.items()}
+    for kind in ("unclipped", "gradient"):
+        record.change(kind, lambda _, name, __: halves[name] * 0.7 + GRADIENTS[name].flip(0) / 2)
+    for rank, event in list(record.of_kind("norm")):
+        record.events[rank].insert(0, {**event, "value": norm})
+    return record
+
+
+def test_gradients_that_are_clipped_after_each_microbatch(tmp_path: Path) -> None:
+    explained = explain(clipped_in_between(0.5), tmp_path)
+    assert explained.cause == "clipped_each_microbatch"
+    assert (
+        "2 times in the step, the reference 1: before the last time, a norm of 0.5 on rank 0" in explained.explanation
+    )
+
+
+def test_a_norm_below_the_limit_that_is_computed_in_between_changes_nothing(tmp_path: Path) -> None:
+    assert "clipped_each_microbatch" in explain(clipped_in_between(LIMIT / 2), tmp_path).ruled_out

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from meshwright.audit.causes.samples import explain_samples
-from tests.audit.causes.records import LENGTH, Record, batch, explain, inputs_event, right_record
+from meshwright.audit.own_copies import own_copies
+from tests.audit.causes.records import LENGTH, Record, batch, explain, inputs_event, right_record, trained
 
 
 def test_another_start(tmp_path: Path) -> None:
@@ -17,6 +18,24 @@ def test_another_start(tmp_path: Path) -> None:
     assert explained.cause == "different_start"
     assert "up.weight" in explained.explanation
     assert "the same numbers at other places" in explained.explanation
+
+
+def test_copies_that_ranks_make_by_themselves(tmp_path: Path) -> None:
+    """The start that is loaded afterwards is the same."""
+    record = right_record(2)
+    record.tensors[0, "own"] = [dict(values) for values in record.tensors[0, "start"]]
+    right = record.write(tmp_path / "right")
+    assert own_copies(right) == []
+    record.change("own", lambda rank, name, value: value + rank if name == "up.weight" else value, 0)
+    explained = explain(record, tmp_path)
+    assert explained.cause == "different_start"
+    assert "different copies of up.weight: on rank 1" in explained.explanation
+
+
+def test_parts_of_one_weight_are_no_copies(tmp_path: Path) -> None:
+    record = right_record(2, "rows")
+    record.tensors[0, "own"] = [{name: value + rank for name, value in trained()[0][0].items()} for rank in range(2)]
+    assert own_copies(record.write(tmp_path)) == []
 
 
 # ---- samples
@@ -103,6 +122,23 @@ def test_the_samples_of_another_step(tmp_path: Path) -> None:
     assert "step 1 has the samples of the reference's step 2" in (sentence(record, tmp_path) or "")
     record = with_rows(right_record(2), rows, 1, of_step=3)
     assert "none of them is the same" in (sentence(record, tmp_path / "other") or "")
+
+
+def test_a_candidate_that_steps_after_each_microbatch(tmp_path: Path) -> None:
+    record = with_rows(with_rows(right_record(2), [[0, 1], [2, 3]]), [[4, 5], [6, 7]], 2, of_step=1)
+    said = "step 1 of the reference has the samples of the candidate's steps 1 to 2"
+    assert said in (sentence(record, tmp_path) or "")
+    record = with_rows(with_rows(right_record(2), [[0, 1], [2, 3]]), [[4, 5], [6, 6]], 2, of_step=1)
+    assert said not in (sentence(record, tmp_path / "other") or "")
+
+
+@pytest.mark.parametrize(("package", "said"), [("trainers", ": the package trainers made it"), ("", "shuffles")])
+def test_samplers_that_shuffle_are_named(tmp_path: Path, package: str, said: str) -> None:
+    run = with_rows(right_record(2), [[0, 1, 2, 3], [4, 5, 6, 7]], of_step=3).write(tmp_path / "candidate")
+    run.ranks[0].header["samplers"] = [["DistributedSampler", package]]
+    text = explain_samples(right_record().write(tmp_path / "reference"), run, 1) or ""
+    assert f"The candidate's rows come from a DistributedSampler, which shuffles{said.removeprefix('shuffles')}" in text
+    assert ("the package" in text) == bool(package)
 
 
 def test_other_samples_are_named_before_what_follows_from_them(tmp_path: Path) -> None:
