@@ -56,8 +56,15 @@ def record(
     >>> mw.compare(folder, folder).equal
     True
     """
+    with record_with(folder, _settings(steps, reference, rounding, dropout), model, optimizer):
+        yield
+
+
+@contextmanager
+def record_with(folder: str | Path, settings: Settings, model: nn.Module, optimizer: Any) -> Iterator[None]:
+    """As `record`, with any settings of a recorder."""
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    _check_model(model, optimizers, steps)
+    _check_model(model, optimizers)
     outer = in_audit()
     if outer is not None:
         if not outer.started:
@@ -65,21 +72,18 @@ def record(
         yield
         return
     _check_optimizers(model, optimizers)
-    settings = _settings(steps, reference, rounding, dropout)
     _prepare(Path(folder), settings)
     own = Recorder(Path(folder), ends_process=False)
     with recording(own, model, optimizers):
         yield
 
 
-def _check_model(model: object, optimizers: list[Any], steps: int) -> None:
+def _check_model(model: object, optimizers: list[Any]) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"mw.record: the model is a {type(model).__name__}: give a torch.nn.Module")
     for optimizer in optimizers:
         if not isinstance(getattr(optimizer, "param_groups", None), Iterable):
             raise InputError(f"mw.record: {type(optimizer).__name__} has no param_groups: give the model's optimizer")
-    if steps < 1:
-        raise InputError(f"mw.record: steps={steps}: take at least one")
 
 
 def _check_optimizers(model: nn.Module, optimizers: list[Any]) -> None:
@@ -98,6 +102,8 @@ def _check_optimizers(model: nn.Module, optimizers: list[Any]) -> None:
 
 
 def _settings(steps: int, reference: str | Path | None, rounding: bool, dropout: bool) -> Settings:
+    if steps < 1:
+        raise InputError(f"mw.record: steps={steps}: take at least one")
     if reference is None:
         if rounding:
             raise InputError("mw.record: rounding=True changes the weights of another record: name it by reference=")
