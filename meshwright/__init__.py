@@ -16,7 +16,7 @@ _MODULES = {
     "Session": "meshwright.train.session",
     "best_cluster": "meshwright.auto.questions",
     "best_plan": "meshwright.auto.choose",
-    "compare": "meshwright.audit.compare_folders",
+    "compare": "meshwright.audit.from_python.compare_folders",
     "compare_plans": "meshwright.auto.questions",
     "diagnose": "meshwright.auto.diagnosis",
     "diagnose_job": "meshwright.auto.diagnosis",
@@ -28,7 +28,7 @@ _MODULES = {
     "parallelize": "meshwright.proof.before_training.parallelize",
     "predict": "meshwright.auto.predict",
     "prove": "meshwright.proof.prove_model",
-    "record": "meshwright.audit.record",
+    "record": "meshwright.audit.from_python.record",
     "sweep": "meshwright.auto.questions",
 }
 __all__ = [

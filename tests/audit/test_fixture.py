@@ -10,7 +10,7 @@ import pytest
 
 from documentation.blocks import find_blocks
 from meshwright.audit.audit import AuditFailed, AuditRequest
-from meshwright.audit.same_training import compare_trainings
+from meshwright.audit.from_python.same_training import compare_trainings
 from meshwright.errors import InputError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -26,7 +26,8 @@ def _pytest(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     file = folder / "test_parity.py"
     file.write_text(text)
     # An environment that was installed before the plugin was in pyproject.toml has not its entry point.
-    (folder / "conftest.py").write_text("from meshwright.audit.pytest_fixture import assert_same_training\n")
+    plugin = "from meshwright.audit.from_python.pytest_fixture import assert_same_training\n"
+    (folder / "conftest.py").write_text(plugin)
     command = [sys.executable, "-m", "pytest", "-q", str(file)]
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=120)
 
@@ -54,7 +55,7 @@ def test_the_example_passes_and_a_mistake_in_it_is_readable(tmp_path: Path) -> N
 
 
 def test_the_plugin_imports_no_torch() -> None:
-    code = "import sys, meshwright.audit.pytest_fixture; assert 'torch' not in sys.modules"
+    code = "import sys, meshwright.audit.from_python.pytest_fixture; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

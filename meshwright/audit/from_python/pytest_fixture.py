@@ -16,7 +16,7 @@ def assert_same_training(tmp_path_factory: pytest.TempPathFactory) -> Callable[.
     def check(reference: Any, candidate: Any, **options: Any) -> Any:
         __tracebackhide__ = True
         from meshwright.audit.audit import AuditFailed, AuditRequest
-        from meshwright.audit.same_training import compare_trainings
+        from meshwright.audit.from_python.same_training import compare_trainings
 
         request = AuditRequest(str(reference), str(candidate), **options)
         try:

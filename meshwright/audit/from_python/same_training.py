@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.audit.audit import AuditRequest, record
-from meshwright.audit.compare_folders import compare, is_record
-from meshwright.audit.record import record_with
+from meshwright.audit.from_python.compare_folders import compare, is_record
+from meshwright.audit.from_python.record import record_with
 from meshwright.audit.recorder.settings import Settings
 from meshwright.audit.recorder.whole import read_ranks
 from meshwright.audit.result import Audit

@@ -9,12 +9,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.audit.from_python.with_block import in_audit, is_recording, recording, watch_libraries
 from meshwright.audit.recorder.layouts import hold_model
 from meshwright.audit.recorder.recorder import Recorder
 from meshwright.audit.recorder.settings import Settings
 from meshwright.audit.recorder.whole import read_ranks
 from meshwright.audit.rounding import eps_of, perturbation
-from meshwright.audit.with_block import in_audit, is_recording, recording, watch_libraries
 from meshwright.errors import InputError
 
 _WAIT_S = 60.0

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from meshwright.audit.align import align_names
 from meshwright.audit.audit import compare as compare_runs
+from meshwright.audit.from_python.align import align_names
 from meshwright.audit.recorded_run import RecordedRun
 from meshwright.audit.recorder.settings import Settings
 from meshwright.audit.result import Audit
