@@ -18,6 +18,7 @@ from meshwright.audit.recorder.whole import WrittenPart
 from meshwright.audit.rounding import eps_of
 
 _LEAST_TOLERANCE, _MOST_TOLERANCE = 2e-6, 5e-3
+_FITS_WELL = 0.25  # of the tolerance: of rules that fit so well, the first is named
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,10 @@ def norm_of_part(evidence: Evidence) -> Verdict | None:
         }
         if not wrong:
             continue
-        for residual, text in (
-            *rules(run, squares, wrong, tolerance),
-            *_constant(evidence, squares, wrong, tolerance),
-        ):
+        found = [*rules(run, squares, wrong, tolerance), *_constant(evidence, squares, wrong, tolerance)]
+        if found:
+            # A small part may be missing to the last digit, or a little more than it: the next rule may fit better.
+            residual, text = min(found, key=lambda entry: max(entry[0], _FITS_WELL))
             values = ", ".join(f"rank {rank} by {number(event['value'])}" for rank, event in list(wrong.items())[:4])
             return Verdict(
                 "norm_of_part",

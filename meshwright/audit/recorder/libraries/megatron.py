@@ -14,6 +14,7 @@ from .. import layouts
 from ..module_names import module_prefixes, named_buffers
 from ..parts import Held, Part, Region, whole_region
 from ..recorder import AFTER_START, recorder
+from .megatron_shards import OwnRange, divided_parts, own_ranges
 
 
 def after_import(module: Any) -> None:
@@ -33,8 +34,9 @@ def hold_megatron(roots: list[nn.Module]) -> tuple[dict[str, Held], dict[str, He
         return None
     parameters: dict[str, Held] = {}
     buffers: dict[str, Held] = {}
+    ranges = own_ranges()
     for model in models:
-        for held in _hold(model):
+        for held in _hold(model, ranges):
             parameters.setdefault(held.name, held)
         for entry in named_buffers(module_prefixes(model)):
             value = entry.tensor
@@ -49,26 +51,33 @@ def _unwrapped(root: nn.Module) -> nn.Module:
     return _unwrapped(inner) if isinstance(inner, nn.Module) else root
 
 
-def _hold(model: Any) -> Iterator[Held]:
+def _hold(model: Any, ranges: dict[int, OwnRange] | None) -> Iterator[Held]:
     described = model.sharded_state_dict(metadata=_metadata())
     for name, parameter in model.named_parameters(remove_duplicate=False):
         entry = described.get(name)
-        key = getattr(entry, "key", name)
+        pieces = list(_pieces(entry, parameter))
+        own = None if ranges is None else ranges.get(id(parameter), OwnRange())
+        known = (parameter, getattr(parameter, "main_param", None), own and own.main)
         held = Held(
-            _with_global_layer(name, key),
+            _with_global_numbers(name, getattr(entry, "key", name), pieces),
             tuple(parameter.shape),
             parameter.dtype,
             (),
             parameter.requires_grad,
-            ids=tuple(id(known) for known in (parameter, getattr(parameter, "main_param", None)) if known is not None),
+            ids=tuple(dict.fromkeys(id(tensor) for tensor in known if tensor is not None)),
         )
-        pieces = list(_pieces(entry, parameter))
         if pieces:
             held.shape = _global_shape(pieces[0])
             held.parts = tuple(_part_of(piece, parameter) for piece in pieces)
             held.layout = "sharded_state_dict of Megatron"
         else:
             held.parts = (_part(whole_region(parameter.shape), parameter, tuple(parameter.shape), 0),)
+        if own is not None:
+            firsts = [_first_of(piece, parameter) for piece in pieces] or [0]
+            wholes = [
+                (part.region.box or (), first, part.weight) for part, first in zip(held.parts, firsts, strict=True)
+            ]
+            held.parts = tuple(divided_parts(wholes, own))
         yield held
 
 
@@ -82,10 +91,15 @@ def _metadata() -> dict[str, Any]:
     return completed
 
 
-def _with_global_layer(name: str, key: str) -> str:
-    """The name of a parameter with the number that its layer has in the whole model, which stands in the key."""
+def _with_global_numbers(name: str, key: str, pieces: list[Any]) -> str:
+    """The name of a parameter with the numbers that its layer and its expert have in the whole model: that of the layer
+    stands in the key, and that of the expert is where the parameter lies in all experts' together."""
     number = re.search(r"layers\.(\d+)\.", key)
-    return re.sub(r"layers\.\d+\.", number.group(0), name, count=1) if number else name
+    name = re.sub(r"layers\.\d+\.", number.group(0), name, count=1) if number else name
+    if pieces and pieces[0].prepend_axis_num:
+        expert = pieces[0].global_offset[pieces[0].prepend_axis_num - 1]
+        name = re.sub(r"local_experts\.\d+\.", f"local_experts.{expert}.", name, count=1)
+    return name
 
 
 def _pieces(entry: Any, parameter: Tensor) -> Iterator[Any]:
@@ -110,8 +124,12 @@ def _global_shape(piece: Any) -> tuple[int, ...]:
 def _part_of(piece: Any, parameter: Tensor) -> Part:
     offsets = piece.global_offset[piece.prepend_axis_num :]
     box = tuple((int(start), int(size)) for start, size in zip(offsets, piece.data.shape, strict=True))
-    first = piece.data.storage_offset() - parameter.storage_offset()
-    return _part(Region(box=box), parameter, tuple(piece.data.shape), first)
+    return _part(Region(box=box), parameter, tuple(piece.data.shape), _first_of(piece, parameter))
+
+
+def _first_of(piece: Any, parameter: Tensor) -> int:
+    """The element of the parameter that a piece of it starts at."""
+    return int(piece.data.storage_offset() - parameter.storage_offset())
 
 
 def _part(region: Region, parameter: Any, shape: tuple[int, ...], first: int) -> Part:

@@ -22,9 +22,11 @@ class OnCpu(TorchFunctionMode):
 
 def install() -> None:
     import megatron.core.tensor_parallel.random as megatron_random
+    import megatron.core.transformer.moe.moe_utils as mixtures
     import megatron.core.transformer.multi_latent_attention as latent
 
     latent.HAVE_TE = False  # true without Transformer Engine, too
+    vars(mixtures).setdefault("te_general_gemm", None)  # not defined without Transformer Engine
     cuda: Any = torch.cuda
     cuda.current_device = lambda: "cpu"
     cuda.synchronize = cuda.empty_cache = lambda *args: None

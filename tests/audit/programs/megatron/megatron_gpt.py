@@ -40,10 +40,12 @@ def build(args: argparse.Namespace) -> GPTModel:
         "ffn_hidden_size": 64,
         "use_cpu_initialization": True,
         "tensor_model_parallel_size": args.tensor,
+        "pipeline_model_parallel_size": args.pipeline,
+        "pipeline_dtype": torch.bfloat16 if args.bf16 else torch.float32,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "qk_layernorm": True,
-        "add_bias_linear": not args.swiglu,
+        "add_bias_linear": not (args.swiglu or args.experts),
         "normalization": "RMSNorm" if args.swiglu else "LayerNorm",
         "init_method_std": 0.2,
         "bf16": args.bf16,
@@ -57,9 +59,17 @@ def build(args: argparse.Namespace) -> GPTModel:
     if args.mla:
         values |= {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 8}
         values |= {"rope_type": "rope", "apply_rope_fusion": False}
+    if args.sinks:
+        values["softmax_type"] = "learnable"
+    if args.experts:
+        values |= {"num_moe_experts": 4, "expert_model_parallel_size": args.experts, "moe_router_topk": 2}
+        values |= {"moe_token_dispatcher_type": "allgather", "moe_router_load_balancing_type": "none"}
     config = MLATransformerConfig(**values) if args.mla else TransformerConfig(**values)
     spec = get_gpt_layer_local_spec(
-        qk_layernorm=True, multi_latent_attention=args.mla, normalization=values["normalization"]
+        num_experts=values.get("num_moe_experts"),
+        qk_layernorm=True,
+        multi_latent_attention=args.mla,
+        normalization=values["normalization"],
     )
     if args.mla:
         spec.submodules.self_attention.submodules.core_attention = LatentCoreAttention
@@ -70,6 +80,8 @@ def build(args: argparse.Namespace) -> GPTModel:
         max_sequence_length=LENGTH,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=args.tied,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
     )
 
 
@@ -99,6 +111,12 @@ def divide_gradients_of_query_norms(model: GPTModel, tensor: int) -> None:
         layer.self_attention.q_layernorm.weight.main_grad /= tensor
 
 
+def count_all_sinks(model: GPTModel) -> None:
+    """A repair of megatron-core 0.16.1 (Megatron-LM#7452): attention sinks are divided over the tensor ranks."""
+    for layer in model.decoder.layers:
+        layer.self_attention.core_attention.softmax_offset.tensor_model_parallel = True
+
+
 def microbatches(step: int, rank: int, world: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1234 + step)
     tokens = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
@@ -118,27 +136,34 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--tensor", type=int, default=1)
+    parser.add_argument("--pipeline", type=int, default=1)
+    parser.add_argument("--experts", type=int, default=0, help="the number of ranks that experts are divided over")
+    parser.add_argument("--distributed-optimizer", action="store_true")
+    parser.add_argument("--sinks", action="store_true", help="a learned logit of each head beside those of the keys")
     parser.add_argument("--swiglu", action="store_true")
     parser.add_argument("--mla", action="store_true", help="multi-latent attention")
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--repair", nargs="*", default=[], choices=["rope", "query_norm"])
+    parser.add_argument("--repair", nargs="*", default=[], choices=["rope", "query_norm", "sinks"])
     parser.add_argument("--fault", default="none", choices=FAULTS)
     args = parser.parse_args()
 
     cpu_stand_ins.install()
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=args.tensor)
+    parallel_state.initialize_model_parallel(args.tensor, args.pipeline, expert_model_parallel_size=args.experts or 1)
     torch.manual_seed(0)
     tensor_parallel.model_parallel_cuda_manual_seed(0)
     gpt = build(args)
     if "rope" in args.repair:
         sum_gradients_of_rope(gpt)
+    if "sinks" in args.repair:
+        count_all_sinks(gpt)
     if args.fault == "norm_of_one_part":
         # A weight that was exchanged without its attributes counts as whole on the first rank.
         for layer in gpt.decoder.layers:
             layer.mlp.linear_fc1.weight.tensor_model_parallel = False
-    model = DistributedDataParallel(gpt.config, DistributedDataParallelConfig(), gpt)
+    divides = args.distributed_optimizer
+    model = DistributedDataParallel(gpt.config, DistributedDataParallelConfig(use_distributed_optimizer=divides), gpt)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -146,6 +171,7 @@ def main() -> None:
             weight_decay=0.0 if args.fault == "weight_decay" else 0.1,
             clip_grad=0.5,
             bf16=args.bf16,
+            use_distributed_optimizer=divides,
             params_dtype=gpt.config.params_dtype,
         ),
         [model],
@@ -183,9 +209,11 @@ def main() -> None:
         if args.fault == "row" and dist.get_rank() == 0:
             gpt.decoder.layers[0].mlp.linear_fc1.weight.main_grad[3] *= 1.1 if args.bf16 else 1.01
         _, norm, _ = optimizer.step()
+        if not parallel_state.is_pipeline_last_stage():
+            continue
         loss = torch.stack([report["loss"] for report in reports]).mean()
         dist.all_reduce(loss, group=parallel_state.get_data_parallel_group())
-        if dist.get_rank() == 0:
+        if dist.get_rank() == dist.get_world_size() - 1:
             print(f"step {step} loss {loss.item() / world:.6f} norm {float(norm):.6f}", flush=True)
     dist.destroy_process_group()
 
