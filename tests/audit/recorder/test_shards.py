@@ -38,7 +38,8 @@ def test_a_rank_has_whole_weights_and_the_gradient_of_its_range() -> None:
     parts = list(divided_parts(pieces, own))
     assert [part.gradient() for part in parts[:2]] == [None, None]
     weights = [part.weight() for part in parts]
-    assert weights[0] is not None and torch.equal(weights[0], parameter[:3])
+    assert weights[0] is not None
+    assert torch.equal(weights[0], parameter[:3])
     assert weights[2:] == [None] * len(parts[2:])
     whole = torch.full((13, 4), -1.0)
     for part in parts[2:]:
