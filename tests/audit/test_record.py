@@ -1,5 +1,6 @@
 """`mw.record` and `mw.compare`: a training in a `with` block is recorded, changed in nothing, and compared."""
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from meshwright.audit.audit import AuditRequest, record
 from meshwright.audit.recorded_run import RecordedRun
 from meshwright.audit.recorder.settings import Settings
 from meshwright.errors import InputError
+from tests.cli.commands import run_in_process
 from tests.ranks import run_ranks
 
 Step = Callable[[nn.Module, Tensor, Tensor], None]
@@ -130,6 +132,23 @@ def test_a_block_that_raises_is_recorded_up_to_there(tmp_path: Path) -> None:
     assert result.steps == 2
     assert any("failed on rank 0 after step 2: ZeroDivisionError: no luck" in note for note in result.notes)
     assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize(("step", "code"), [(_in_two, 0), (_one_row_off, 3)])
+def test_the_command_line_compares_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], step: Step, code: int
+) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    _train(folders[0])
+    _train(folders[1], step)
+    command = ("--against", *map(str, folders), "--json", "--output", str(tmp_path / "saved.json"))
+    result = run_in_process(monkeypatch, capsys, ("prove", *command))
+    assert result.exit_code == code
+    assert json.loads(result.stdout.splitlines()[-1])["equal"] == (code == 0)
+    assert json.loads((tmp_path / "saved.json").read_text())["kind"] == "audit"
+    with_job = run_in_process(monkeypatch, capsys, ("prove", "job.yaml", *command))
+    assert with_job.exit_code == 2
+    assert "are of no job" in with_job.stderr
 
 
 class _Sgd:

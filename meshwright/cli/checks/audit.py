@@ -4,12 +4,15 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshwright.cli.options import AsJson, check_output, check_page, path_option
 from meshwright.cli.text import console, print_lines
+
+if TYPE_CHECKING:
+    from meshwright.audit.result import Audit
 
 
 def audit(
@@ -48,9 +51,7 @@ def audit(
     is 3 if they differ (the first difference and its cause are printed), and 4 if they saw different samples."""
     from meshwright.audit.audit import AuditFailed, AuditRequest, records_folder
     from meshwright.audit.audit import audit as run
-    from meshwright.audit.show import show
     from meshwright.errors import InputError
-    from meshwright.files.storage import write_atomically
 
     if dropout not in ("off", "keep"):
         raise InputError(f"--dropout {dropout}: choose off or keep")
@@ -66,6 +67,14 @@ def audit(
         for line in error.lines:
             print(f"    {line}", file=sys.stderr)
         raise
+    print_audit(result, output, html, as_json)
+
+
+def print_audit(result: "Audit", output: Path | None, html: Path | None, as_json: bool) -> None:
+    """Prints and saves the result, and exits with its code."""
+    from meshwright.audit.show import show
+    from meshwright.files.storage import write_atomically
+
     if output:
         write_atomically(output, json.dumps(result.details(), allow_nan=False))
     if html:

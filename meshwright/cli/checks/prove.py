@@ -35,7 +35,7 @@ def prove(
     ] = "job",
     against: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(metavar="RUN_A RUN_B", help="Compare two recorded runs of one job; RUN_A counts as correct."),
+        typer.Option(metavar="RUN_A RUN_B", help="Compare two recorded runs; RUN_A counts as correct."),
     ] = None,
     output: Annotated[
         Path | None,
@@ -63,6 +63,8 @@ def prove(
         check_output(output)
     if html:
         check_page(html)
+    if against is not None:
+        _compare_records(against, job, output, html, as_json)
     loaded_job = load_plain_job(job, settings or [], "prove") if job is not None else None
     if against is not None:
         from meshwright.proof.run_comparison import compare_runs as compare
@@ -97,6 +99,21 @@ def prove(
         write_page(proof_page(proof.details(), name), html)
     _print_proof(proof, saved, as_json)
     raise typer.Exit(proof.exit_code)
+
+
+def _compare_records(
+    against: tuple[Path, Path], job: Path | None, output: Path | None, html: Path | None, as_json: bool
+) -> None:
+    """Compares two records of any trainings, as `meshwright audit` does, and exits; returns for runs of a job."""
+    from meshwright.audit.from_python.compare_folders import compare, is_record
+    from meshwright.cli.checks.audit import print_audit
+
+    reference, compared = (user_path(run, "--against") for run in against)
+    if not is_record(reference) and not is_record(compared):
+        return
+    if job is not None:
+        raise InputError(f"{job}: records that `meshwright audit` or mw.record made are of no job, leave it out")
+    print_audit(compare(reference, compared), output, html, as_json)
 
 
 def _print_proof(proof: "Proof", file: Path, as_json: bool) -> None:
