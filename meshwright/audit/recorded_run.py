@@ -47,12 +47,16 @@ class RecordedRun:
     def steps(self) -> int:
         """The number of optimizer steps that every rank took that holds parameters. LBFGS writes no gradients, and a
         library whose weights cannot be read writes no weights."""
-        counts = [
-            max((step for step, kind in rank.kinds if kind in ("weight", "gradient", "unclipped")), default=0)
+        return min(self._steps_by_rank().values(), default=0)
+
+    def _steps_by_rank(self) -> dict[int, int]:
+        return {
+            rank.rank: max(
+                (step for step, kind in rank.kinds if kind in ("weight", "gradient", "unclipped")), default=0
+            )
             for rank in self.ranks
             if rank.header["parameters"]
-        ]
-        return min(counts, default=0)
+        }
 
     @cached_property
     def parameters(self) -> dict[str, dict[str, Any]]:
@@ -124,7 +128,14 @@ class RecordedRun:
         killed = [
             f"rank {rank.rank} was killed after step {self.steps}" for rank in self.ranks if rank.rank not in ended
         ]
-        return [*dict.fromkeys(note for rank in self.ranks for note in rank.header["notes"]), *killed]
+        counts = self._steps_by_rank()
+        most = max(counts.values(), default=0)
+        fewer = [
+            f"rank {rank} took {count} optimizer steps and others {most}: the first {self.steps} are compared"
+            for rank, count in counts.items()
+            if count < most
+        ]
+        return [*dict.fromkeys(note for rank in self.ranks for note in rank.header["notes"]), *killed, *fewer[:1]]
 
     def close(self) -> None:
         self._wholes.cache_clear()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from meshwright.audit.audit import AuditFailed, AuditRequest, record
+from meshwright.audit.from_python.compare_folders import compare
 from meshwright.audit.recorded_run import RecordedRun
 from meshwright.audit.recorder.settings import Settings
 from meshwright.errors import InputError
@@ -48,6 +49,11 @@ RUN = {
     + "optimizer = torch.optim.AdamW([*model.parameters(), unused], foreach=True)\n"
     + STEPS.replace("zero_grad()", "zero_grad(set_to_none=True)"),
     "accumulation": HEAD + STEPS.replace("loss().backward()", "(loss() / 2).backward(); (loss() / 2).backward()"),
+    "fused": HEAD + "optimizer = torch.optim.AdamW(model.parameters(), fused=True)\n" + STEPS,
+    "two norms": HEAD
+    + STEPS.replace(
+        "optimizer.step()", "[nn.utils.clip_grad_norm_(part.parameters(), 0.1) for part in model]; optimizer.step()"
+    ),
     "evaluation between steps": HEAD
     + STEPS
     + "    model.eval()\n    with torch.no_grad(): model(torch.ones(2, 4))\n    model.train()\n",
@@ -56,6 +62,15 @@ IN_CLOSURE = STEPS.replace("optimizer.zero_grad()", "def closure():\n        opt
     "    loss().backward()\n    optimizer.step()",
     "        loss().backward()\n        nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n    optimizer.step(closure)",
 )
+SAME = {
+    "a compiled model": HEAD.replace("draw =", "model = torch.compile(model, backend='aot_eager')\ndraw =") + STEPS,
+    "a compiled step": HEAD + "optimizer.step = torch.compile(optimizer.step, backend='aot_eager')\n" + STEPS,
+    "a scaler": HEAD
+    + "scaler = torch.amp.GradScaler('cpu')\n"
+    + STEPS.replace("loss().backward()", "scaler.scale(loss()).backward()").replace(
+        "optimizer.step()", "scaler.step(optimizer); scaler.update()"
+    ),
+}
 FAIL = {
     "no training": ("import torch\nprint(torch.ones(2))", "called no model in training mode"),
     "no step": (HEAD + "loss().backward()", "took no optimizer step"),
@@ -181,3 +196,37 @@ def test_samplers_that_shuffle_are_recorded(tmp_path: Path, shuffle: bool) -> No
     steps = "for row in rows:\n    optimizer.zero_grad()\n    model(row).sum().backward()\n    optimizer.step()\n"
     run = _recorded(tmp_path, HEAD + rows + steps)
     assert run.ranks[0].header["samplers"] == ([["RandomSampler", ""]] if shuffle else [])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", SAME)
+def test_what_changes_nothing_is_equal_to_the_plain_script(tmp_path: Path, name: str) -> None:
+    for folder, script in (("plain", RUN["plain"]), ("other", SAME[name])):
+        (tmp_path / folder).mkdir()
+        _recorded(tmp_path / folder, script)
+    result = compare(tmp_path / "plain" / "record", tmp_path / "other" / "record")
+    assert (result.equal, result.steps) == (True, 3), result.to_dict()
+
+
+def test_a_parameter_without_a_counterpart_is_listed(tmp_path: Path) -> None:
+    extra = "nn.Linear(8, 2))\nmodel.register_parameter('extra', nn.Parameter(torch.ones(2)))"
+    for folder, script in (("plain", RUN["plain"]), ("other", RUN["plain"].replace("nn.Linear(8, 2))", extra))):
+        (tmp_path / folder).mkdir()
+        _recorded(tmp_path / folder, script)
+    folders = [tmp_path / "plain" / "record", tmp_path / "other" / "record"]
+    assert compare(*folders).only_candidate == ("extra",)
+    missing = compare(*reversed(folders))
+    assert missing.only_reference == ("extra",)
+    assert not missing.equal
+
+
+@pytest.mark.soak
+def test_ranks_that_step_unequally_are_one_line(tmp_path: Path) -> None:
+    script = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
+    script += RUN["plain"].replace("range(5)", "range(5 - 3 * dist.get_rank())")
+    file = tmp_path / "script.py"
+    file.write_text(script)
+    command = f"torchrun --standalone --nproc-per-node 2 {file}"
+    run = record("the candidate", command, AuditRequest("", "", timeout_s=120), tmp_path / "record", Settings())
+    assert run.steps == 2
+    assert "rank 1 took 2 optimizer steps and others 3: the first 2 are compared" in run.notes()
