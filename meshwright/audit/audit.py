@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from meshwright.audit.again import decide
 from meshwright.audit.compare import RecordComparison, compare_records
 from meshwright.audit.evidence import Evidence
 from meshwright.audit.recorded_run import RecordedRun
-from meshwright.audit.recorder.settings import Settings
+from meshwright.audit.recorder.settings import SKETCH_ABOVE, Settings
 from meshwright.audit.result import Audit
 from meshwright.audit.rounding import eps_of, perturbation
 from meshwright.audit.run_command import FinishedCommand, run_recorded
@@ -18,18 +19,22 @@ from meshwright.errors import InputError, MeshwrightError
 from meshwright.progress import phase
 
 STARTS = ("random", "reference", "own")
+_SHIFT = 2.0**-7  # of the weights, for a second start that is not drawn
+_BETWEEN_SEEDS = 10
 
 
 @dataclass(frozen=True)
 class AuditRequest:
     """`reference` is the command that is taken as right. `start` says which weights both start from: `random` ones at a
-    healthy scale, those of the `reference`, or each command's `own`. `timeout_s` holds for each command."""
+    healthy scale, those of the `reference`, or each command's `own`. `full` records all elements of large
+    tensors, and not their sketches. `timeout_s` holds for each command."""
 
     reference: str
     candidate: str
     steps: int = 3
     start: str = "random"
     keep_dropout: bool = False
+    full: bool = False
     cpu: bool = False
     timeout_s: float = 3600.0
     threads: int | None = None
@@ -44,18 +49,16 @@ class AuditFailed(MeshwrightError):
 
 
 def audit(request: AuditRequest, folder: Path) -> Audit:
-    """Runs both commands, and the reference a second time from weights changed by rounding. The records are written
-    into `folder`."""
+    """Runs both commands, and the reference a second time from weights changed by rounding. A difference that rounding
+    may have caused is looked for again from another start. The records are written into `folder`."""
     _check(request)
     began = time.monotonic()
-    settings = Settings(steps=request.steps, start=request.start, keep_dropout=request.keep_dropout)
-    reference = record("the reference", request.reference, request, folder / "reference", settings)
-    continued = replace(settings, reference=str((folder / "reference").resolve()))
-    candidate = record("the candidate", request.candidate, request, folder / "candidate", continued)
-    eps = eps_of(reference.dtypes | candidate.dtypes)
-    perturbed = replace(continued, perturb=perturbation(eps))
-    noise = record("the reference, changed by rounding", request.reference, request, folder / "rounding", perturbed)
-    result = compare(reference, candidate, noise)
+    results: list[Audit] = []
+    result = None
+    while result is None:
+        number = len(results)
+        results.append(_audit_from(request, folder / f"start-{number + 1}" if number else folder, number))
+        result = decide(results)
     return replace(
         result,
         reference=request.reference,
@@ -65,11 +68,34 @@ def audit(request: AuditRequest, folder: Path) -> Audit:
     )
 
 
+def _audit_from(request: AuditRequest, folder: Path, number: int) -> Audit:
+    """Records all trainings from the start of this number, and compares them."""
+    settings = Settings(
+        steps=request.steps,
+        start=request.start,
+        keep_dropout=request.keep_dropout,
+        seed=number * _BETWEEN_SEEDS,
+        shift=_SHIFT if number and request.start != "random" else 0.0,
+        sketch_above=None if request.full else SKETCH_ABOVE,
+    )
+    reference = record("the reference", request.reference, request, folder / "reference", settings)
+    continued = replace(settings, reference=str((folder / "reference").resolve()))
+    candidate = record("the candidate", request.candidate, request, folder / "candidate", continued)
+    eps = eps_of(reference.dtypes | candidate.dtypes)
+    perturbed = replace(continued, perturb=perturbation(eps))
+    noise = record("the reference, changed by rounding", request.reference, request, folder / "rounding", perturbed)
+    return compare(reference, candidate, noise)
+
+
 def compare(reference: RecordedRun, candidate: RecordedRun, noise: RecordedRun | None) -> Audit:
     """Compares two records that were made with the same start."""
     from meshwright.audit.causes.diagnose import diagnose
     from meshwright.audit.causes.samples import explain_samples
 
+    runs = [run for run in (reference, candidate, noise) if run is not None]
+    limits = [run.sketch_above for run in runs if run.sketch_above is not None]
+    for run in runs:
+        run.sketch_above = min(limits, default=None)
     comparison = compare_records(reference, candidate, noise)
     samples = next(filter(None, (explain_samples(reference, candidate, step) for step in _compared(comparison))), None)
     explained = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from meshwright.audit.evidence import Compared, Difference
+from meshwright.audit.evidence import MOST_ROWS, Compared, Difference
 from meshwright.audit.own_copies import own_copies
 from meshwright.audit.recorded_run import RecordedRun
 from meshwright.audit.rounding import (
@@ -20,8 +20,6 @@ from meshwright.audit.rounding import (
     row_shares,
     weight_bounds,
 )
-
-_MOST_ROWS = 10
 
 
 @dataclass(frozen=True)
@@ -70,6 +68,7 @@ class _Comparison:
         self.result = RecordComparison(steps=min(reference.steps, candidate.steps))
         self.eps = eps_of(reference.dtypes | candidate.dtypes)
         self.rounding = Rounding(self.eps)
+        self.norm_share = 0.0  # by which the norm of this step may differ, and with it all clipped gradients
         self.uncertainty: dict[str, Tensor] = {}  # the largest b / |g| of each gradient so far
         self.module_scales: dict[int, dict[str, float]] = {}  # by step
         self.names = [name for name in reference.parameters if name in candidate.parameters]
@@ -110,7 +109,7 @@ class _Comparison:
             run.tensors(step, "gradient").parts for run in (self.reference, self.candidate)
         ):
             for name in reversed(self.names):
-                self._compare_tensor(step, "clipped gradient", name, "gradient")
+                self._compare_tensor(step, "clipped gradient", name, "gradient", self.norm_share)
         for name in self.reference.buffers:
             self._compare_tensor(step, "buffer", name, "buffer")
         for name in self.names:
@@ -135,8 +134,9 @@ class _Comparison:
         self.uncertainty[name] = share if earlier is None else torch.maximum(earlier, share)
 
     def _zeros(self, name: str) -> Tensor | None:
-        entry = self.reference.parameters[name]
-        return torch.zeros(entry["shape"], dtype=torch.float64) if entry["trained"] else None
+        entry, sketch = self.reference.parameters[name], self.reference.sketch(name)
+        shape = sketch.size if sketch else entry["shape"]
+        return torch.zeros(shape, dtype=torch.float64) if entry["trained"] else None
 
     def _module_scales(self, step: int, kind: str) -> dict[str, float]:
         """m of equation (5), by the module's name; only without a noise run."""
@@ -151,12 +151,14 @@ class _Comparison:
 
     def _compare_norms(self, step: int) -> None:
         """Compares the norms by which gradients were clipped, if both sides clip all gradients by one norm."""
+        self.norm_share = 0.0
         expected = _norm(self.reference, step)
         if expected is None:
             return
         noise = _norm(self.noise, step) if self.noise else None
         measured = abs(noise - expected) if noise is not None else self.rounding.assumed * abs(expected) / 2
         allowed = self.rounding.safety * measured + (self.eps / 2 + 1e-5) * abs(expected)
+        self.norm_share = allowed / abs(expected) if expected else 0.0
         worst, ranks = 0.0, []
         for rank, value in _norms(self.candidate, step):
             ratio = _ratio(abs(value - expected), allowed)
@@ -164,17 +166,20 @@ class _Comparison:
             if ratio > 1:
                 ranks.append(rank)
         error = worst * allowed / abs(expected) if expected else worst
-        self._add(Difference(step, "norm", None, error, allowed / (abs(expected) or 1.0), tuple(ranks)), worst)
+        self._add(
+            Difference(step, "norm", None, error, allowed / (abs(expected) or 1.0), tuple(ranks), (), error), worst
+        )
 
     # ---- weights and buffers
 
-    def _compare_tensor(self, step: int, what: Compared, name: str, kind: str) -> None:
+    def _compare_tensor(self, step: int, what: Compared, name: str, kind: str, share: float = 0.0) -> None:
+        """Compares tensors of which each element may differ by `share` more than rounding explains."""
         expected = _wide(self.reference.whole(step, kind, name))
         if expected is None or not self.candidate.tensors(step, kind).parts:
             return
         noise = _wide(self.noise.whole(step, kind, name)) if self.noise else None
         scale = self._module_scales(step, "gradient").get(_module_of(name), 0.0) if kind == "gradient" else 0.0
-        bounds = self.rounding.element_bounds(expected, noise, scale)
+        bounds = self.rounding.element_bounds(expected, noise, scale) + share * expected.abs()
         self._compare(step, what, name, kind, expected, bounds, None)
 
     def _compare_weight(self, step: int, name: str) -> None:
@@ -185,7 +190,9 @@ class _Comparison:
             return
         noise = changes[1] if len(changes) > 1 else None
         bounds = Rounding(2.0**-23, self.rounding.factor).element_bounds(changes[0], noise)
-        bounds = weight_bounds(changes[0], bounds, self.uncertainty.get(name))
+        sketch = self.reference.sketch(name)
+        blocks = (sketch.blocks, sketch.columns / sketch.blocks) if sketch else (0, 1.0)
+        bounds = weight_bounds(changes[0], bounds, self.uncertainty.get(name), *blocks)
         bounds = bounds + 4 * step * self._start_eps(name) * expected.abs()
         self._compare(step, "weight", name, "weight", expected, bounds, None)
 
@@ -229,11 +236,14 @@ class _Comparison:
                 self._add(Difference(step, what, name, missing, 0.0), missing)
             return
         worst, error, largest, ranks = 0.0, 0.0, 0.0, set()
+        errors = size = 0.0
         for part in parts:
             right, allowed = part.region.of(expected), part.region.of(bounds)
             distance = _distance(part.value.to(torch.float64).reshape(right.shape), right)
             if not distance.numel():
                 continue
+            errors += float(distance.square().sum())
+            size += float(right.square().sum())
             ratios = torch.where(distance == 0, 0.0, distance / allowed.clamp(min=1e-300)).reshape(-1)
             place = int(ratios.argmax())
             if float(ratios[place]) >= worst:
@@ -255,7 +265,8 @@ class _Comparison:
                     ranks.update(() if ranks else (parts[0].rank,))
             if worst > 1:
                 rows = _differing_rows(whole, expected, bounds, row_bounds)
-        self._add(Difference(step, what, name, error, largest, tuple(sorted(ranks)), rows), worst)
+        share = math.sqrt(errors / size) if size else math.inf
+        self._add(Difference(step, what, name, error, largest, tuple(sorted(ranks)), rows, share), worst)
 
     def _note_not_compared(self, name: str) -> None:
         if name not in self.result.not_compared:
@@ -309,7 +320,7 @@ def _differing_rows(whole: Tensor, expected: Tensor, bounds: Tensor, row_bounds:
     ratios = as_rows(_distance(whole, expected) / bounds.clamp(min=1e-300)).amax(1)
     if row_bounds is not None:
         ratios = torch.maximum(ratios, row_shares(whole, expected).abs().nan_to_num(0.0) / row_bounds)
-    return tuple(int(row) for row in (ratios > 1).nonzero().reshape(-1)[:_MOST_ROWS])
+    return tuple(int(row) for row in (ratios > 1).nonzero().reshape(-1)[:MOST_ROWS])
 
 
 def _module_of(name: str) -> str:

@@ -13,6 +13,7 @@ from meshwright.audit.recorded_run import RecordedRun
 from meshwright.audit.recorder.whole import WrittenPart
 
 SLACK = 4.0  # times what rounding explains, because a hypothesis adds up in another order than either training
+MOST_ROWS = 10  # that a difference lists
 _ASSUMED_ROUNDING = 1e-5  # of a tensor's largest element, where nothing else is known
 
 Compared = Literal["start", "gradient", "norm", "clipped gradient", "buffer", "weight"]
@@ -22,7 +23,8 @@ Compared = Literal["start", "gradient", "norm", "clipped gradient", "buffer", "w
 class Difference:
     """A value that differs by more than rounding explains. `error` is the largest error of an element relative to its
     row, `allowed` the largest that rounding explains. `ranks` are the candidate's ranks whose values differ, and `rows`
-    the first of the rows along the first dimension. `error` is infinite where a side has no value."""
+    the first of the rows along the first dimension. `error` is infinite where a side has no value. `share` is the norm
+    of all errors relative to that of the reference's tensor."""
 
     step: int
     what: Compared
@@ -31,6 +33,7 @@ class Difference:
     allowed: float
     ranks: tuple[int, ...] = ()
     rows: tuple[int, ...] = ()
+    share: float = math.inf
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.audit.recorder.record_files import read_events
+from meshwright.audit.recorder.settings import Settings
+from meshwright.audit.recorder.sketches import Sketch, sketch_of
 from meshwright.audit.recorder.whole import RankRecord, WholeTensors, WrittenPart, read_ranks
 from meshwright.errors import InputError
 
@@ -34,6 +36,7 @@ class RecordedRun:
         try:
             self.ranks: list[RankRecord] = read_ranks(folder)
             self.events_by_rank = {rank.rank: _read_events(rank) for rank in self.ranks}
+            self.sketch_above = Settings.read(folder).sketch_above
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"the record in {folder} cannot be read: {error}") from None
         self._wholes = lru_cache(maxsize=6)(self._read_wholes)
@@ -94,12 +97,28 @@ class RecordedRun:
 
     def _read_wholes(self, step: int, kind: str) -> WholeTensors:
         try:
-            return WholeTensors(self.ranks, step, kind)
+            return WholeTensors(self.ranks, step, kind, sketch_above=self.sketch_above)
         except (ValueError, KeyError, OSError, RuntimeError, IndexError) as error:
             raise InputError(f"the record in {self.folder} cannot be read: {error}") from None
 
     def whole(self, step: int, kind: str, name: str, rank: int | None = None) -> Tensor | None:
         return self.tensors(step, kind).whole(name, rank)
+
+    def sketch(self, name: str) -> Sketch | None:
+        """The sketch that is compared in place of a parameter or buffer; None if all of its elements are."""
+        entry = self.parameters.get(name) or self.buffers.get(name)
+        if entry is None or not entry["dtype"].startswith(("float", "bfloat")):
+            return None
+        return sketch_of(tuple(entry["shape"]), self.sketch_above)
+
+    def plain(self, name: str, value: Tensor) -> Tensor:
+        """Those of a tensor's elements that are recorded as they are: plain columns of a sketch, or all."""
+        sketch = self.sketch(name)
+        return value if sketch is None else value[:, sketch.blocks :]
+
+    def whole_plain(self, step: int, kind: str, name: str) -> Tensor | None:
+        value = self.whole(step, kind, name)
+        return None if value is None else self.plain(name, value)
 
     def parts(self, step: int, kind: str, name: str) -> list[WrittenPart]:
         return self.tensors(step, kind).parts.get(name, [])

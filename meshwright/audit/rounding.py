@@ -6,18 +6,18 @@ tensor, N the noise run's, and eps that of the shortest type either side compute
 
 (1) Each element may differ by
 
-        S · max(n, 0.3 · rms(N - R)) + 2 · eps · r + 16 · eps₃₂ · max|R|                        → `element_bounds`
+        S · max(n, rms(N - R)) + 2 · eps · r + 16 · eps₃₂ · max|R|                              → `element_bounds`
 
     where n is the largest |N - R| in the element's row or in its column, whichever is smaller, and r is the same of
     |R|. A vector has no rows: there n is the largest of all its elements.
 (2) A row may be longer or shorter than the reference's by a share of at most
 
-        3 · max(rms over rows of |a(N)|, ‖N - R‖ / (‖R‖ · √k)) + eps / 2 + 1e-6                  → `row_bounds`
+        S' · max(rms over rows of |a(N)|, ‖N - R‖ / ‖R‖) + eps / 2 + 1e-6                        → `row_bounds`
 
-    where a(X) = ⟨X - R, R⟩ / ⟨R, R⟩, and the second norms are those of the row, which has k elements. Roundings cancel
-    in the sum over a row, a wrong factor does not. So a factor is found that is smaller than the rounding of a single
-    element. Rows whose gradient is rounding only, ‖R‖ ≤ S · ‖N - R‖, are left out. This counts in the first step only:
-    later, a row may follow another sign of a ReLU, and roundings cancel no longer.
+    where a(X) = ⟨X - R, R⟩ / ⟨R, R⟩, the second norms are those of the row, and S' is 6, and 3 for types shorter than
+    fp32. So a factor is found that is smaller than the rounding of the row's smaller elements. Rows whose gradient is
+    rounding only, ‖R‖ ≤ S · ‖N - R‖, are left out. This counts in the first step only: later, a row may follow another
+    sign of a ReLU.
 (3) S is 8, and 5 for types shorter than fp32: there the roundings of values dominate, which the noise run has; with
     fp32, sums in another order do. In step k it is k · D times as large: the candidate starts from weights that differ
     from the reference's by rounding, as those of the noise run do, and D says how many times as much. → `drift_factor`
@@ -29,6 +29,9 @@ tensor, N the noise run's, and eps that of the shortest type either side compute
     longer by a share of 3 · κ · eps. D is the weights' relative distance divided by that of a noise run's, and at least
     4. κ is 8, and 1 for types shorter than fp32. Right trainings of decoders with 2 and 12 blocks stayed below 0.6 of
     this; where rounding has more effect than there, only a noise run shows it.                      → `assumed_noise`
+(6) Of a large tensor, sums over blocks of w elements are compared, and a few elements of each row (`sketches.py`). With
+    p the mean of min(1, 4 · b / |g|) over those elements, whole steps may differ in p · w + 3 · √(p · w) + 2 elements
+    of a block, by 2 · max|u| each. Faults of an update that are smaller are seen in the single elements.
 """
 
 import math
@@ -38,8 +41,7 @@ import torch
 from torch import Tensor
 
 _SAFETY, _SAFETY_OF_SHORT_TYPES = 8.0, 5.0
-_ROW_SAFETY = 3.0
-_SMALLEST_SHARE = 0.3
+_ROW_SAFETY, _ROW_SAFETY_OF_SHORT_TYPES = 6.0, 3.0
 _EPS32 = 2.0**-23
 _ASSUMED, _ASSUMED_OF_SHORT_TYPES = 8.0, 1.0  # κ of equation (5)
 _SHARE_OF_MODULE = 0.3
@@ -72,7 +74,7 @@ class Rounding:
         bounds = bounds + 16 * _EPS32 * _largest(reference)
         if noise is not None:
             change = (noise - reference).nan_to_num(0.0)
-            usual = _SMALLEST_SHARE * math.sqrt(float(change.square().mean())) if change.numel() else 0.0
+            usual = math.sqrt(float(change.square().mean())) if change.numel() else 0.0
             return bounds + self.safety * smallest_slice(change, of_vectors=True).clamp(min=usual)
         return bounds + self.safety * self.assumed_noise(reference, module_scale)
 
@@ -87,8 +89,8 @@ class Rounding:
         counted = sizes > self.safety * changes
         shares = row_shares(noise, reference)[counted]
         usual = math.sqrt(float(shares.square().mean())) if shares.numel() else 0.0
-        own = changes / (sizes * math.sqrt(max(1, as_rows(reference).shape[1])))
-        return torch.where(counted, _ROW_SAFETY * own.clamp(min=usual) + fixed, math.inf)
+        safety = _ROW_SAFETY if self.eps <= _EPS32 else _ROW_SAFETY_OF_SHORT_TYPES
+        return torch.where(counted, safety * (changes / sizes).clamp(min=usual) + fixed, math.inf)
 
 
 def smallest_slice(tensor: Tensor, of_vectors: bool) -> Tensor:
@@ -131,11 +133,20 @@ def drift_factor(candidate: float, noise: float, smallest: float = 1.0) -> float
     return max(smallest, candidate / noise)
 
 
-def weight_bounds(change: Tensor, bounds: Tensor, uncertainty: Tensor | None) -> Tensor:
-    """Equation (4): `bounds` are those of equation (1) of the weights, `uncertainty` is the largest b / |g|."""
+def weight_bounds(
+    change: Tensor, bounds: Tensor, uncertainty: Tensor | None, blocks: int = 0, width: float = 1.0
+) -> Tensor:
+    """Equation (4): `bounds` are those of equation (1) of the weights, `uncertainty` is the largest b / |g|. The first
+    `blocks` columns are sums over `width` elements each, for which equation (6) holds."""
     if uncertainty is None or not change.numel():
         return bounds
-    return bounds + (4 * uncertainty).clamp(max=1.0) * 2 * _largest(change)
+    shares = (4 * uncertainty).clamp(max=1.0)
+    moved = 2 * _largest(change[:, blocks:] if blocks else change)
+    bounds = bounds + shares * moved
+    if blocks:
+        count = width * float(shares[:, blocks:].mean())
+        bounds[:, :blocks] += moved * (count + 3 * math.sqrt(count) + 2)
+    return bounds
 
 
 def perturbation(eps: float) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor
 from meshwright.audit.recorded_run import RecordedRun
 from meshwright.audit.recorder.parts import Held, Part, Region
 from meshwright.audit.recorder.start import find_divisions, name_after_reference
-from meshwright.audit.recorder.whole import RankRecord, WholeTensors
+from meshwright.audit.recorder.whole import RankRecord, Stored, WholeTensors
 
 
 def align_names(candidate: RecordedRun, reference: RecordedRun) -> None:
@@ -39,8 +39,8 @@ def _held(rank: RankRecord) -> dict[str, Held]:
     for name, entry in {**rank.header["parameters"], **rank.header["buffers"]}.items():
         parts = []
         for index, region in enumerate(entry["parts"]):
-            listed = values.get(name, [])
-            value = listed[index] if index < len(listed) else None
+            stored = values.get(name, {}).get(index, Stored())
+            value = None if stored.is_sketch else stored.value
             parts.append(Part(Region.from_json(region), partial(_value, value), lambda: None))
         held[name] = Held(
             name,

@@ -74,6 +74,12 @@ class Part:
     weight: Read
     gradient: Read
 
+    def read_weight(self) -> Tensor | None:
+        return self.weight()
+
+    def read_gradient(self) -> Tensor | None:
+        return self.gradient()
+
 
 @dataclass
 class Held:

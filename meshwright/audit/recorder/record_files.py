@@ -29,31 +29,30 @@ _NAMES = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes named tensors to a file, which appears under its name only when it is whole."""
+    """Writes named tensors to a file, which appears under its name only when it is whole. One tensor after the other
+    is copied to the CPU."""
     header: dict[str, Any] = {}
-    chunks: list[bytes] = []
     end = 0
     for name, tensor in tensors.items():
-        value = tensor.detach()
-        if value.dtype not in _DTYPES:
-            value = value.to(torch.float32)
-        value = value.to("cpu").contiguous()
-        data = value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
-        header[name] = {
-            "dtype": _DTYPES[value.dtype],
-            "shape": list(value.shape),
-            "data_offsets": [end, end + len(data)],
-        }
-        chunks.append(data)
-        end += len(data)
+        dtype = _written_type(tensor)
+        size = tensor.numel() * dtype.itemsize
+        header[name] = {"dtype": _DTYPES[dtype], "shape": list(tensor.shape), "data_offsets": [end, end + size]}
+        end += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     unfinished = path.with_suffix(".unfinished")
     with unfinished.open("wb") as file:
         file.write(struct.pack("<Q", len(text)))
         file.write(text)
-        file.writelines(chunks)
+        for tensor in tensors.values():
+            if tensor.numel():
+                value = tensor.detach().to("cpu", _written_type(tensor)).contiguous()
+                file.write(value.reshape(-1).view(torch.uint8).numpy().data)
     unfinished.replace(path)
+
+
+def _written_type(tensor: Tensor) -> torch.dtype:
+    return tensor.dtype if tensor.dtype in _DTYPES else torch.float32
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from . import dropout, samples
 from .layouts import hold_model, local, partial_sum
-from .parts import Held
+from .parts import Held, Part
 from .record_files import EventFile, write_tensors
 from .roots import called_modules, find_roots, pipeline_stage
 from .settings import Settings, rank_and_world, record_folder
+from .sketches import sketch_of, sketch_part, square_of
 from .start import draw_start, find_divisions, load_start, name_after_reference, perturb
 from .whole import WholeTensors, read_ranks
 
@@ -119,8 +120,10 @@ class Recorder:
                 draw_start({name: held for name, held in self.parameters.items() if name in without}, {}, settings.seed)
         elif settings.start == "random":
             draw_start(self.parameters, self.buffers, settings.seed)
+        if settings.shift and (settings.reference is None or settings.start == "own"):
+            perturb(self.parameters, settings.shift, settings.seed)
         if settings.perturb:
-            perturb(self.parameters, settings.perturb, settings.seed)
+            perturb(self.parameters, settings.perturb, settings.seed + 1)
         for after_start in AFTER_START:
             after_start(self.roots)
         if not settings.keep_dropout:
@@ -280,16 +283,8 @@ class Recorder:
     # ---- writing
 
     def write_gradients(self, kind: str, names: list[str], step: int | None = None) -> None:
-        tensors: dict[str, Tensor] = {}
-        for name in names:
-            held = self.parameters[name]
-            if held.same_as is not None:
-                continue
-            for index, part in enumerate(held.parts):
-                gradient = part.gradient()
-                if gradient is not None:
-                    tensors[f"{name}#{index}"] = gradient
-        self._write(kind, self.step if step is None else step, tensors)
+        held = {name: self.parameters[name] for name in names}
+        self._write_held(kind, self.step if step is None else step, held, Part.read_gradient)
 
     def flush(self) -> None:
         """Writes the weights that were updated, and the buffers, as they are after the last step."""
@@ -302,22 +297,32 @@ class Recorder:
         self._write_held("buffer", step, self.buffers)
         self.pending.clear()
 
-    def _write_held(self, kind: str, step: int, held: dict[str, Held]) -> None:
+    def _write_held(
+        self, kind: str, step: int, held: dict[str, Held], read: Callable[[Part], Tensor | None] = Part.read_weight
+    ) -> None:
         tensors: dict[str, Tensor] = {}
+        above = self._sketch_above(step)
         for name, entry in held.items():
             if entry.same_as is not None:
                 continue
+            sketch = sketch_of(entry.shape, above) if entry.dtype.is_floating_point else None
             for index, part in enumerate(entry.parts):
-                value = part.weight()
-                if value is not None:
+                value = read(part)
+                if value is None:
+                    continue
+                if sketch is None:
                     tensors[f"{name}#{index}"] = value
-        self._write(kind, step, tensors)
-
-    def _write(self, kind: str, step: int, tensors: dict[str, Tensor]) -> None:
+                else:
+                    tensors[f"{name}#{index}.sketch"] = sketch_part(sketch, part.region, value).to("cpu")
+                    tensors[f"{name}#{index}.square"] = square_of(value)
         if not tensors:
             return
         number = self.kinds_written[step, kind] = self.kinds_written.get((step, kind), -1) + 1
         write_tensors(self.folder / f"{step:04d}-{kind}-{number}.safetensors", tensors)
+
+    def _sketch_above(self, step: int) -> int | None:
+        """The start of the reference is written whole, because other trainings start from it."""
+        return None if step == 0 and self.settings.reference is None else self.settings.sketch_above
 
     # ---- end
 

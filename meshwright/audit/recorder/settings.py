@@ -5,6 +5,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+SKETCH_ABOVE = 2**18  # elements
 FOLDER_VARIABLE = "MESHWRIGHT_AUDIT_RECORD"  # names the folder of the record in the recorded processes
 
 # The environment variables by which launchers tell a process its rank: torchrun, Horovod, Open MPI, and other MPIs.
@@ -19,15 +20,19 @@ _RANK_AND_WORLD_VARIABLES = (
 @dataclass(frozen=True)
 class Settings:
     """`start` is own, random or reference. `reference` is the folder of the record whose start is loaded; without one
-    and with `random`, weights are drawn. `perturb` is the relative size of random changes of the start, which show how
-    much rounding may change. `keep_dropout` leaves dropout on."""
+    and with `random`, weights are drawn. `shift` is the relative size of random changes of a start that is not drawn,
+    in all trainings that are compared. `perturb` is that of random changes in this training alone, which show how much
+    rounding may change. `keep_dropout` leaves dropout on. Of tensors with more than `sketch_above` elements a
+    sketch is written (see `sketches.py`); None writes all elements of all."""
 
     steps: int = 3
     start: str = "random"
     reference: str | None = None
+    shift: float = 0.0
     perturb: float = 0.0
     keep_dropout: bool = False
     seed: int = 0
+    sketch_above: int | None = SKETCH_ABOVE
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

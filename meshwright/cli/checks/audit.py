@@ -33,6 +33,9 @@ def audit(
     dropout: Annotated[
         str, typer.Option(metavar="off|keep", help="off: neither drops anything, because masks depend on the layout.")
     ] = "off",
+    full: Annotated[
+        bool, typer.Option("--full", help="Record all elements of large tensors, too: by default their sketches.")
+    ] = False,
     cpu: Annotated[bool, typer.Option("--cpu", help="Hide the GPUs from both commands.")] = False,
     timeout: Annotated[float, typer.Option(min=1, metavar="S", help="End a command after so many seconds.")] = 3600.0,
     records: Annotated[
@@ -59,7 +62,7 @@ def audit(
         check_output(output)
     if html:
         check_page(html)
-    request = AuditRequest(reference, candidate, steps, start, dropout == "keep", cpu, timeout)
+    request = AuditRequest(reference, candidate, steps, start, dropout == "keep", full, cpu, timeout)
     try:
         with records_folder(records, lambda: Path(tempfile.mkdtemp(prefix="meshwright-audit-"))) as folder:
             result = run(request, folder)

@@ -19,6 +19,7 @@ from meshwright.audit.recorded_run import RecordedRun
 from meshwright.audit.recorder.parts import Region, whole_region
 from meshwright.audit.recorder.record_files import write_tensors
 from meshwright.audit.recorder.samples import digest_elements, digest_rows
+from meshwright.audit.recorder.settings import Settings
 
 SAMPLES, LENGTH, WORDS, WIDTH, STEPS = 8, 6, 12, 8, 2
 LIMIT = 0.05  # of the norm, smaller than the norm
@@ -159,6 +160,7 @@ class Record:
                     if name not in self.same_as and (regions := self._regions(rank, name, value))
                 }
                 write_tensors(own / f"{step:04d}-{kind}-0.safetensors", parts)
+        Settings().write(folder)
         return RecordedRun(folder)
 
     def _regions(self, rank: int, name: str, value: Tensor) -> list[Region]:

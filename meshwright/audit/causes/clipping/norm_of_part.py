@@ -2,19 +2,16 @@
 without some parameters, or with copies counted several times. Norms are computed from the recorded gradients."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-
-import torch
-from torch import Tensor
 
 from meshwright.audit.causes.counts import counts_of, recognize
 from meshwright.audit.causes.reductions.tied import tied_pairs
 from meshwright.audit.causes.wording import list_names, number
 from meshwright.audit.evidence import SLACK, Evidence, Verdict
 from meshwright.audit.recorded_run import Event, RecordedRun
-from meshwright.audit.recorder.whole import WrittenPart
+from meshwright.audit.recorder.whole import WholeTensors
 from meshwright.audit.rounding import eps_of
 
 _LEAST_TOLERANCE, _MOST_TOLERANCE = 2e-6, 5e-3
@@ -95,18 +92,21 @@ def gradient_squares(evidence: Evidence, run: RecordedRun) -> Squares:
     kind = "unclipped" if run.tensors(evidence.step, "unclipped").parts else "gradient"
     tensors = run.tensors(evidence.step, kind)
     again = {name for other in (evidence.reference, evidence.candidate) for name, _ in tied_pairs(other)}
-    wholes = {name: tensors.whole(name) for name in tensors.parts if name not in again}
-    return squares_of(wholes, {name: tensors.parts[name] for name in wholes})
+    names = [name for name in tensors.parts if name not in again]
+    return squares_of(names, tensors, tensors)
 
 
-def squares_of(wholes: Mapping[str, Tensor | None], parts: Mapping[str, list[WrittenPart]]) -> Squares:
+def squares_of(
+    names: Iterable[str], wholes: WholeTensors, parts: WholeTensors, factors: Mapping[int, float] | None = None
+) -> Squares:
+    """The squares of whole gradients, and of each rank's parts; these are taken divided by the rank's factor."""
+    by_name = {name: wholes.square(name) for name in names}
     by_part: dict[tuple[int, str], float] = {}
-    for name, written in parts.items():
-        for part in written:
-            key = (part.rank, name)
-            by_part[key] = by_part.get(key, 0.0) + float(part.value.to(torch.float64).square().sum())
-    by_name = {name: 0.0 if whole is None else float(whole.double().square().sum()) for name, whole in wholes.items()}
-    copied = {name for name, written in parts.items() if len({part.region for part in written}) < len(written)}
+    for name in by_name:
+        for (rank, _), square in parts.squares.get(name, {}).items():
+            by_part[rank, name] = by_part.get((rank, name), 0.0) + square / (factors[rank] ** 2 if factors else 1)
+    regions = {name: [part.region for part in parts.parts.get(name, [])] for name in by_name}
+    copied = {name for name, held in regions.items() if len(set(held)) < len(held)}
     return Squares(by_name, by_part, frozenset(copied))
 
 

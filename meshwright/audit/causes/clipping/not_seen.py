@@ -1,8 +1,6 @@
 """The cause `norm_of_part` where a script clips by hand, so that its norms are not recorded. All gradients on rank r
 are f_r times the reference's. If both sides clip to the same norm, the rank's norm is 1 / f_r times the reference's."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -41,10 +39,8 @@ def norm_not_seen(evidence: Evidence) -> Verdict | None:
     alike = max(ratios.values()) / min(ratios.values()) - 1 <= 2 * tolerance
     if alike and recognize(next(iter(factors.values()))[0], 2 * tolerance, counts_of(evidence)):
         return None
-    own = {
-        name: [replace(part, value=part.region.of(right[name])) for part in written] for name, written in parts.items()
-    }
-    squares = squares_of(right, own)
+    wholes, held = (run.tensors(evidence.step, "gradient") for run in (evidence.reference, evidence.candidate))
+    squares = squares_of(right, wholes, held, {rank: factor for rank, (factor, _) in factors.items()})
     events = {
         rank: Event(rank, "norm", evidence.step, {"value": ratio * squares.norm, "names": []})
         for rank, ratio in ratios.items()

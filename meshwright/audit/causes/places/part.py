@@ -8,6 +8,7 @@ from meshwright.audit.causes.copies import gradient_copies
 from meshwright.audit.causes.counts import counts_of, recognize
 from meshwright.audit.causes.wording import list_names, list_numbers, list_ranks, number
 from meshwright.audit.evidence import SLACK, Difference, Evidence, Verdict, misfit
+from meshwright.audit.recorder.sketches import Sketch
 
 _ONLY_WHERE = 3.0  # the residual of a verdict that says where, and not why
 _DIMS = ("row", "column")
@@ -39,6 +40,7 @@ def _where(evidence: Evidence, difference: Difference) -> tuple[Tensor, str] | N
     if difference.rows and right.dim() > 1:
         differs[list(difference.rows)] = True
     shares = []
+    sketch = evidence.reference.sketch(name)
     for dim in range(right.dim()):
         others = [other for other in range(right.dim()) if other != dim]
         touched = differs.any(others[0]) if len(others) == 1 else differs.amax(others) if others else differs
@@ -49,11 +51,21 @@ def _where(evidence: Evidence, difference: Difference) -> tuple[Tensor, str] | N
     kind = "element" if right.dim() == 1 else _DIMS[dim] if dim < 2 else f"index of dimension {dim}"
     indices = [int(index) for index in touched.nonzero().reshape(-1)]
     several = len(indices) > 1
-    text = f"{kind}{'s' if several and dim < 2 else ''} {list_numbers(indices)}"
+    text = f"{kind}{'s' if several and dim < 2 else ''} {list_numbers(indices)} of {right.shape[dim]}"
     verb = "differ" if several else "differs"
+    if sketch is not None and dim == 1:
+        text, verb = f"columns among {_columns(sketch, indices)} of {sketch.columns}", "differ"
     shape = [1] * right.dim()
     shape[dim] = -1
-    return touched.reshape(shape).expand(right.shape), f"{text} of {right.shape[dim]} {verb}"
+    return touched.reshape(shape).expand(right.shape), f"{text} {verb}"
+
+
+def _columns(sketch: Sketch, slots: list[int]) -> str:
+    columns: set[int] = set()
+    for slot in slots:
+        first, last = sketch.columns_of(slot)
+        columns.update(range(first, last + 1))
+    return list_numbers(sorted(columns))
 
 
 def _wrong_rank(difference: Difference) -> int | None:

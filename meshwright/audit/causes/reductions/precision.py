@@ -50,8 +50,12 @@ def low_precision(evidence: Evidence) -> Verdict | None:
         if max(errors) > _MOST_ROUNDINGS * eps:
             continue
         for divisor in _divisors(evidence):
-            if all(_carries(value * divisor, dtype) for value, _ in known) and not any(
-                _carries(right, dtype) for _, right in known if right.numel() > 1
+            plain = [
+                tuple(evidence.reference.plain(name, value) for value in pair)
+                for name, pair in zip(names, known, strict=True)
+            ]
+            if all(_carries(value * divisor, dtype) for value, _ in plain) and not any(
+                _carries(right, dtype) for _, right in plain if right.numel() > 1
             ):
                 short = str(dtype).removeprefix("torch.")
                 divided = f", divided by {number(divisor)}" if divisor != 1 else ""

@@ -49,7 +49,8 @@ def optimizer_state(evidence: Evidence) -> Verdict | None:
     if evidence.difference.what != "weight" or name is None:
         return None
     right, own = options_of(evidence.reference), options_of(evidence.candidate)
-    expected, recorded = (run.whole(evidence.step, "weight", name) for run in (evidence.reference, evidence.candidate))
+    runs = (evidence.reference, evidence.candidate)
+    expected, recorded = (run.whole_plain(evidence.step, "weight", name) for run in runs)
     if name not in right or name not in own or expected is None or recorded is None:
         return None
     if right[name] != own[name] or expected.shape != recorded.shape:
@@ -78,7 +79,10 @@ def optimizer_state(evidence: Evidence) -> Verdict | None:
 
 def _update_factor(evidence: Evidence, name: str, expected: Tensor, recorded: Tensor) -> str:
     """Says by which constant the update differs, if it is one."""
-    before, own_before = (_before(run, evidence.step, name) for run in (evidence.reference, evidence.candidate))
+    before, own_before = (
+        run.whole_plain(evidence.step - 1, "weight" if evidence.step > 1 else "start", name)
+        for run in (evidence.reference, evidence.candidate)
+    )
     if before is None or own_before is None:
         return ""
     right, own = expected.double() - before.double(), recorded.double() - own_before.double()

@@ -38,7 +38,9 @@ def _changes(right: Options, own: Options) -> list[str]:
 
 def _residual(evidence: Evidence, name: str, right: Options, own: Options) -> float | None:
     """None if the updates show that the options are not the reason."""
-    expected, recorded = (run.whole(evidence.step, "weight", name) for run in (evidence.reference, evidence.candidate))
+    expected, recorded = (
+        run.whole_plain(evidence.step, "weight", name) for run in (evidence.reference, evidence.candidate)
+    )
     if expected is None or recorded is None or expected.shape != recorded.shape:
         return _NOT_COMPUTED
     steps = range(1, evidence.step + 1)

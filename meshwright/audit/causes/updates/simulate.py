@@ -42,11 +42,12 @@ def _plain(value: Any) -> Any:
 
 
 def simulate(run: RecordedRun, name: str, options: Options, steps: range, kind: str = "gradient") -> Tensor | None:
-    """The weight after the steps, from that before the first of them, with an empty state. None if the optimizer is not
+    """The weight after the steps, from that before the first of them, with an empty state (of a large one, the elements
+    that are recorded as they are). None if the optimizer is not
     one of torch, or something was not recorded."""
-    before = run.whole(steps[0] - 1, "weight" if steps[0] > 1 else "start", name)
+    before = run.whole_plain(steps[0] - 1, "weight" if steps[0] > 1 else "start", name)
     kinds = [kind if run.tensors(step, kind).parts else "gradient" for step in steps]
-    gradients = [run.whole(step, of_step, name) for step, of_step in zip(steps, kinds, strict=True)]
+    gradients = [run.whole_plain(step, of_step, name) for step, of_step in zip(steps, kinds, strict=True)]
     if options.optimizer not in _OPTIMIZERS or before is None or any(gradient is None for gradient in gradients):
         return None
     weight = before.to(torch.float64).clone().requires_grad_()
