@@ -56,7 +56,7 @@ LEVELS = {
 }
 # The folders inside a package, from the lowest to the highest: each may import those before it.
 FOLDERS = {
-    "audit": ("recorder", "causes", "from_python"),
+    "audit": ("recorder", "causes", "comparison", "from_python"),
     "bench": ("strategies",),
     "calibrate": ("system",),
     "cli": ("checks", "launchers", "questions"),

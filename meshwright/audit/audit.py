@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from meshwright.audit.again import decide
-from meshwright.audit.compare import RecordComparison, compare_records
+from meshwright.audit.comparison.again import decide
+from meshwright.audit.comparison.compare import RecordComparison, compare_records
 from meshwright.audit.evidence import Evidence
 from meshwright.audit.recorded_run import RecordedRun
 from meshwright.audit.recorder.settings import SKETCH_ABOVE, Settings

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.audit.compare import ComparedTensor, RecordComparison
+from meshwright.audit.comparison.compare import ComparedTensor, RecordComparison
 from meshwright.audit.evidence import Difference, Explained
 from meshwright.audit.recorded_run import RecordedRun
 

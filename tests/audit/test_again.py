@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.audit.again import decide
+from meshwright.audit.comparison.again import decide
 from meshwright.audit.evidence import Difference
 from meshwright.audit.result import Audit
 

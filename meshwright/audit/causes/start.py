@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
+from meshwright.audit.causes.own_copies import own_copies
 from meshwright.audit.causes.wording import list_names, list_ranks, number
 from meshwright.audit.evidence import Evidence, Verdict
-from meshwright.audit.own_copies import own_copies
 
 _CLOSE = 1e-6
 

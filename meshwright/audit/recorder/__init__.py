@@ -9,7 +9,8 @@ each rank that trained, `rank-00000`:
 
     header.json               what the rank is, and the layout of its parameters and buffers (see below)
     events.jsonl              one JSON object in each line: `kind`, `step` (from 1) and the fields of the kind
-    0001-KIND-N.safetensors   tensors of step 1, named `name#i`: part i of the whole tensor `name`; step 0 is the start
+    0001-KIND-N.safetensors   tensors of step 1, named `name#i`: part i of the whole tensor `name`; step 0 is the start.
+                              Of large ones, `name#i.sketch` (sketches.py) and `name#i.square`, the sum of squares
 
 `header.json`:
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .module_names import NamedTensor, module_prefixes, named_buffers, named_parameters
+from .model.module_names import NamedTensor, module_prefixes, named_buffers, named_parameters
 from .parts import Held, Part, Region, whole_region
 
 # Layouts of libraries: each takes the root modules and returns what it knows, or None where it is not concerned.

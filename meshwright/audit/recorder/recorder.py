@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from . import dropout, samples
 from .layouts import hold_model, local, partial_sum
+from .model.roots import called_modules, find_roots, pipeline_stage
 from .parts import Held, Part
 from .record_files import EventFile, write_tensors
-from .roots import called_modules, find_roots, pipeline_stage
 from .settings import Settings, rank_and_world, record_folder
 from .sketches import sketch_of, sketch_part, square_of
 from .start import draw_start, find_divisions, load_start, name_after_reference, perturb

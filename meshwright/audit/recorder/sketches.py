@@ -53,8 +53,9 @@ class Sketch:
 
     @cached_property
     def plain(self) -> Tensor:
-        """The columns that are written as they are."""
-        return (2 * torch.arange(_PLAIN) + 1) * self.columns // (2 * _PLAIN)
+        """The columns that are written as they are: some even, some odd."""
+        numbers = torch.arange(_PLAIN)
+        return (2 * numbers + 1) * self.columns // (2 * _PLAIN) - numbers % 2
 
     def columns_of(self, slot: int) -> tuple[int, int]:
         """The first and the last column that a slot is made of."""

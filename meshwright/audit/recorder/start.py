@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .matching import fits, match_names
+from .model.matching import fits, match_names
 from .parts import Held, Part, Region
 from .whole import WholeTensors
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.audit.causes.diagnose import diagnose
-from meshwright.audit.compare import compare_records
+from meshwright.audit.comparison.compare import compare_records
 from meshwright.audit.evidence import Evidence, Explained
 from meshwright.audit.recorded_run import RecordedRun
 from meshwright.audit.recorder.parts import Region, whole_region

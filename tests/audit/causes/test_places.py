@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright.audit.causes.own_copies import own_copies
 from meshwright.audit.causes.samples import explain_samples
-from meshwright.audit.own_copies import own_copies
 from tests.audit.causes.records import LENGTH, Record, batch, explain, inputs_event, right_record, trained
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.audit.causes.samples import explain_samples
-from meshwright.audit.compare import compare_records
+from meshwright.audit.comparison.compare import compare_records
 from tests.audit.causes.records import right_record
 
 

@@ -1,6 +1,6 @@
 """Names of one script are found in another one, where one prefix explains them."""
 
-from meshwright.audit.recorder.matching import match_names
+from meshwright.audit.recorder.model.matching import match_names
 
 PLAIN = {"layers.0.weight": (4, 4), "layers.1.weight": (4, 4), "head.weight": (2, 4), "head.bias": (2,)}
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from meshwright.audit.recorder.layouts import hold_model
-from meshwright.audit.recorder.module_names import module_prefixes, named_parameters
+from meshwright.audit.recorder.model.module_names import module_prefixes, named_parameters
 
 
 class _Wrapper(nn.Module):

@@ -33,7 +33,8 @@ def part_of_sum(evidence: Evidence) -> Verdict | None:
     if not rows or len(rows) == len(right) or rows[-1] - rows[0] + 1 != len(rows):
         return None
     share, cosine = _relation(own[rows], right[rows])
-    zeros = float((own[rows] == 0).double().mean()) - float((right[rows] == 0).double().mean())
+    here, there = (evidence.reference.plain(name, value)[rows] == 0 for value in (own, right))
+    zeros = float(here.double().mean()) - float(there.double().mean())
     if not _SHARES[0] < share < _SHARES[1] or abs(cosine) > _LARGEST_COSINE or zeros > _MOST_ZEROS:
         return None
     if own[rows].numel() < _FEWEST_ELEMENTS:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import layouts
-from ..module_names import module_prefixes, named_buffers, named_parameters
+from ..model.module_names import module_prefixes, named_buffers, named_parameters
 from ..parts import Held, Part, Region, whole_region
 from ..recorder import AFTER_START, recorder
 

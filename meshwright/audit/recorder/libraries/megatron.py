@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import layouts
-from ..module_names import module_prefixes, named_buffers
+from ..model.module_names import module_prefixes, named_buffers
 from ..parts import Held, Part, Region, whole_region
 from ..recorder import AFTER_START, recorder
 from .megatron_shards import OwnRange, divided_parts, own_ranges

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from meshwright.audit.causes.own_copies import own_copies
 from meshwright.audit.evidence import MOST_ROWS, Compared, Difference
-from meshwright.audit.own_copies import own_copies
 from meshwright.audit.recorded_run import RecordedRun
 from meshwright.audit.rounding import (
     SMALLEST_ASSUMED_DRIFT,

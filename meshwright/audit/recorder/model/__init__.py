@@ -1,0 +1,1 @@
+"""Finds the model that is trained, and the names of its tensors."""
