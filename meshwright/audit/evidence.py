@@ -1,7 +1,7 @@
 """`Evidence`: what the causes of `causes/` look at to explain the first difference between two recorded trainings."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -34,6 +34,14 @@ class Difference:
     ranks: tuple[int, ...] = ()
     rows: tuple[int, ...] = ()
     share: float = math.inf
+
+
+def distinct(differences: Sequence[Difference]) -> list[Difference]:
+    """Those that are at least a hundredth as far beyond rounding as the largest. Where gradients are only seen after
+    clipping, one wrong gradient changes all others a little."""
+    ratios = [min(1e6, each.error / each.allowed if each.allowed else math.inf) for each in differences]
+    least = max(ratios, default=0.0) / 100
+    return [each for each, ratio in zip(differences, ratios, strict=True) if ratio >= least]
 
 
 @dataclass(frozen=True)

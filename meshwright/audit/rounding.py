@@ -12,12 +12,12 @@ tensor, N the noise run's, and eps that of the shortest type either side compute
     |R|. A vector has no rows: there n is the largest of all its elements.
 (2) A row may be longer or shorter than the reference's by a share of at most
 
-        S' · max(rms over rows of |a(N)|, ‖N - R‖ / ‖R‖) + eps / 2 + 1e-6                        → `row_bounds`
+        S' · max(rms over rows of |a(N)|, c · ‖N - R‖ / ‖R‖) + eps / 2 + 1e-6                    → `row_bounds`
 
     where a(X) = ⟨X - R, R⟩ / ⟨R, R⟩, the second norms are those of the row, and S' is 6, and 3 for types shorter than
-    fp32. So a factor is found that is smaller than the rounding of the row's smaller elements. Rows whose gradient is
-    rounding only, ‖R‖ ≤ S · ‖N - R‖, are left out. This counts in the first step only: later, a row may follow another
-    sign of a ReLU.
+    fp32. Roundings cancel in the sum over a row as far as those of different samples do, a wrong factor does not: c is
+    the rms of a(N) divided by that of ‖N - R‖ / ‖R‖, over all rows. Rows whose gradient is rounding only,
+    ‖R‖ ≤ S · ‖N - R‖, are left out. This counts in the first step only: later, a row may follow another sign of a ReLU.
 (3) S is 8, and 5 for types shorter than fp32: there the roundings of values dominate, which the noise run has; with
     fp32, sums in another order do. In step k it is k · D times as large: the candidate starts from weights that differ
     from the reference's by rounding, as those of the noise run do, and D says how many times as much. → `drift_factor`
@@ -90,7 +90,10 @@ class Rounding:
         shares = row_shares(noise, reference)[counted]
         usual = math.sqrt(float(shares.square().mean())) if shares.numel() else 0.0
         safety = _ROW_SAFETY if self.eps <= _EPS32 else _ROW_SAFETY_OF_SHORT_TYPES
-        return torch.where(counted, safety * (changes / sizes).clamp(min=usual) + fixed, math.inf)
+        relative = changes / sizes
+        all_of = math.sqrt(float(relative[counted].square().mean())) if shares.numel() else 0.0
+        along = min(1.0, usual / all_of) if all_of else 1.0
+        return torch.where(counted, safety * (along * relative).clamp(min=usual) + fixed, math.inf)
 
 
 def smallest_slice(tensor: Tensor, of_vectors: bool) -> Tensor:

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -70,7 +71,8 @@ def run_recorded(
 
 
 def split_command(command: str) -> list[str]:
-    """The arguments of a command as a shell divides them. `python` is this interpreter where none is on the path."""
+    """The arguments of a command as a shell divides them. `python` is this interpreter, and a program that is not on
+    the path is looked for beside it, as torchrun in a virtual environment that is not active."""
     try:
         arguments = shlex.split(command)
     except ValueError as error:
@@ -79,6 +81,9 @@ def split_command(command: str) -> list[str]:
         raise InputError('the command is empty: name the script, for example "python train.py"')
     if arguments[0] == "python":
         arguments[0] = sys.executable
+    beside = Path(sys.executable).parent / arguments[0]
+    if shutil.which(arguments[0]) is None and beside.exists():
+        arguments[0] = str(beside)
     return arguments
 
 

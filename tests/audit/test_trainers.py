@@ -2,6 +2,7 @@
 process: right ones are equal, and planted faults are named."""
 
 import importlib.util
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,14 @@ from meshwright.audit.result import NOT_COMPARABLE, Audit
 PROGRAMS = Path(__file__).parent / "programs"
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(autouse=True)
+def torchvision_can_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning and transformers import torchvision, which may be built for another torch."""
+    lines = ("from meshwright.user.torchvision_import import mend_torchvision", "mend_torchvision()")
+    (tmp_path / "sitecustomize.py").write_text("\n".join(lines))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")])))
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ ALL = (ACCELERATE, LIGHTNING, LIGHTNING_FSDP, TRANSFORMERS, HOROVOD)
 @pytest.mark.parametrize("start", ["random", "own"])
 @pytest.mark.parametrize("trainer", ALL, ids=str)
 def test_a_right_script_trains_as_one_process_does(tmp_path: Path, trainer: Trainer, start: str) -> None:
-    result = trainer.audit(tmp_path, start)
+    result = trainer.audit(tmp_path / "records", start)
     assert result.exit_code == 0, result.to_dict()
     assert result.checked["gradients"] == result.checked["weights"] > 0
 
@@ -89,7 +98,7 @@ def test_a_right_script_trains_as_one_process_does(tmp_path: Path, trainer: Trai
     ids=str,
 )
 def test_a_fault_is_named(tmp_path: Path, trainer: Trainer, fault: str, cause: str) -> None:
-    result = trainer.audit(tmp_path, fault=fault)
+    result = trainer.audit(tmp_path / "records", fault=fault)
     assert result.exit_code == 3
     assert result.explained is not None
     assert result.explained.cause == cause
@@ -107,6 +116,6 @@ def test_a_fault_is_named(tmp_path: Path, trainer: Trainer, fault: str, cause: s
     ids=str,
 )
 def test_other_samples_are_not_comparable(tmp_path: Path, trainer: Trainer, fault: str, words: str) -> None:
-    result = trainer.audit(tmp_path, fault=fault)
+    result = trainer.audit(tmp_path / "records", fault=fault)
     assert result.exit_code == NOT_COMPARABLE
     assert words in (result.samples or "")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meshwright.audit.causes.own_copies import own_copies
-from meshwright.audit.evidence import MOST_ROWS, Compared, Difference
+from meshwright.audit.evidence import MOST_ROWS, Compared, Difference, distinct
 from meshwright.audit.recorded_run import RecordedRun
 from meshwright.audit.rounding import (
     SMALLEST_ASSUMED_DRIFT,
@@ -47,7 +47,11 @@ class RecordComparison:
 
     @property
     def first(self) -> Difference | None:
-        return self.differences[0] if self.differences else None
+        """The distinct difference that was computed first."""
+        if not self.differences:
+            return None
+        same = [other for other in self.differences if other.what == self.differences[0].what]
+        return distinct(same)[0]
 
     @property
     def largest_error(self) -> float:
@@ -251,22 +255,33 @@ class _Comparison:
                 error, largest = (float(value.reshape(-1)[place]) / (scale or 1.0) for value in (distance, allowed))
             if not ratios[place] <= 1:
                 ranks.add(part.rank)
-        whole = _wide(self.candidate.whole(step, kind, name, min(ranks, default=None)))
-        rows: tuple[int, ...] = ()
-        if whole is None:
+        if self.candidate.whole(step, kind, name) is None:
             self._note_not_compared(name)
-        else:
-            if row_bounds is not None and expected.numel():
+        elif row_bounds is not None and expected.numel():
+            for rank, whole in self._copies(step, kind, name):
                 shares = row_shares(whole, expected).abs().nan_to_num(0.0)
                 place = int((shares / row_bounds).argmax())
                 if float(shares[place] / row_bounds[place]) > max(1.0, worst):
                     error, largest = float(shares[place]), float(row_bounds[place])
                     worst = error / largest
-                    ranks.update(() if ranks else (parts[0].rank,))
-            if worst > 1:
-                rows = _differing_rows(whole, expected, bounds, row_bounds)
+                    ranks.add(rank)
+        rows: tuple[int, ...] = ()
+        if worst > 1:
+            own = _wide(self.candidate.whole(step, kind, name, min(ranks, default=None)))
+            rows = () if own is None else _differing_rows(own, expected, bounds, row_bounds)
         share = math.sqrt(errors / size) if size else math.inf
         self._add(Difference(step, what, name, error, largest, tuple(sorted(ranks)), rows, share), worst)
+
+    def _copies(self, step: int, kind: str, name: str) -> Iterator[tuple[int, Tensor]]:
+        """The candidate's whole tensor, as each rank has it that holds a copy of some part; equal ones once."""
+        parts = self.candidate.parts(step, kind, name)
+        ranks = list(dict.fromkeys(part.rank for part in parts))
+        seen: list[Tensor] = []
+        for rank in ranks if len({part.region for part in parts}) < len(parts) else ranks[:1]:
+            whole = _wide(self.candidate.whole(step, kind, name, rank))
+            if whole is not None and not any(torch.equal(whole, other) for other in seen):
+                seen.append(whole)
+                yield rank, whole
 
     def _note_not_compared(self, name: str) -> None:
         if name not in self.result.not_compared:

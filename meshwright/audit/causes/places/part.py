@@ -7,7 +7,7 @@ from torch import Tensor
 from meshwright.audit.causes.copies import gradient_copies
 from meshwright.audit.causes.counts import counts_of, recognize
 from meshwright.audit.causes.wording import list_names, list_numbers, list_ranks, number
-from meshwright.audit.evidence import SLACK, Difference, Evidence, Verdict, misfit
+from meshwright.audit.evidence import SLACK, Difference, Evidence, Verdict, distinct, misfit
 from meshwright.audit.recorder.sketches import Sketch
 
 _ONLY_WHERE = 3.0  # the residual of a verdict that says where, and not why
@@ -17,7 +17,9 @@ _DIMS = ("row", "column")
 def part(evidence: Evidence) -> Verdict | None:
     """Returns a verdict if the differences are confined to a part: a range of one dimension, or some ranks' parts of
     what is divided. It is complete if the part is multiplied by a constant, or its rows stand in another order."""
-    found = [(difference, _where(evidence, difference)) for difference in evidence.differences.get("gradient", ())]
+    found = [
+        (difference, _where(evidence, difference)) for difference in distinct(evidence.differences.get("gradient", ()))
+    ]
     places = [(difference, place) for difference, place in found if place is not None]
     if not places or len(places) < len(found):
         return None

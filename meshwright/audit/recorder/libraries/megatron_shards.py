@@ -2,7 +2,7 @@
 gradient is reduced. The ranges are those of the optimizer's own table."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ def own_ranges() -> dict[int, OwnRange] | None:
     return ranges if optimizers else None
 
 
-def divided_parts(wholes: list[tuple[Box, int, Callable[[], Tensor | None]]], own: OwnRange) -> Iterator[Part]:
+def divided_parts(wholes: Sequence[tuple[Box, int, Callable[[], Tensor | None]]], own: OwnRange) -> Iterator[Part]:
     """The parts of a parameter whose weight the rank has whole, and whose gradient it has in its range. Each of
     `wholes` is the box of a contiguous piece, the element of the parameter that it starts at, and its weight."""
     for box, _, weight in wholes:
