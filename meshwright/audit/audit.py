@@ -70,13 +70,10 @@ def audit(request: AuditRequest, folder: Path) -> Audit:
 
 def _audit_from(request: AuditRequest, folder: Path, number: int) -> Audit:
     """Records all trainings from the start of this number, and compares them."""
-    settings = Settings(
-        steps=request.steps,
-        start=request.start,
-        keep_dropout=request.keep_dropout,
+    settings = replace(
+        settings_of(request),
         seed=number * _BETWEEN_SEEDS,
         shift=_SHIFT if number and request.start != "random" else 0.0,
-        sketch_above=None if request.full else SKETCH_ABOVE,
     )
     reference = record("the reference", request.reference, request, folder / "reference", settings)
     continued = replace(settings, reference=str((folder / "reference").resolve()))
@@ -85,6 +82,15 @@ def _audit_from(request: AuditRequest, folder: Path, number: int) -> Audit:
     perturbed = replace(continued, perturb=perturbation(eps))
     noise = record("the reference, changed by rounding", request.reference, request, folder / "rounding", perturbed)
     return compare(reference, candidate, noise)
+
+
+def settings_of(request: AuditRequest) -> Settings:
+    return Settings(
+        steps=request.steps,
+        start=request.start,
+        keep_dropout=request.keep_dropout,
+        sketch_above=None if request.full else SKETCH_ABOVE,
+    )
 
 
 def compare(reference: RecordedRun, candidate: RecordedRun, noise: RecordedRun | None) -> Audit:

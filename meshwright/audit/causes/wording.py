@@ -49,3 +49,10 @@ def number(value: float) -> str:
 
 def _join(texts: list[str]) -> str:
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}" if texts else "nothing"
+
+
+def may_follow(names: Sequence[str]) -> str:
+    """What is said of gradients that differ beside those that a cause explains; nothing if there are none."""
+    return (
+        f". The other gradients that differ ({list_names(names)}) are computed after it and may follow" if names else ""
+    )

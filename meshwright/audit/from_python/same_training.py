@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from meshwright.audit.audit import AuditRequest, record
+from meshwright.audit.audit import AuditRequest, audit, record, settings_of
 from meshwright.audit.from_python.compare_folders import compare, is_record
 from meshwright.audit.from_python.record import record_with
 from meshwright.audit.recorder.settings import Settings
@@ -24,8 +24,11 @@ Run = str | Path | Callable[[Record], Any]
 def compare_trainings(reference: Run, candidate: Run, folder: Path, request: AuditRequest) -> Audit:
     """Compares two trainings, and writes what has to be recorded into `folder`. Each is a command, the folder of a
     record, or a function that is called with `record` and trains in `with record(model, optimizer):`. A reference that
-    can run again runs a second time, to see what rounding changes."""
-    settings = Settings(steps=request.steps, start=request.start, keep_dropout=request.keep_dropout)
+    can run again runs a second time, to see what rounding changes. Two commands are audited as on the command line,
+    also from a second start."""
+    if not any(callable(run) or _is_folder(run) for run in (reference, candidate)):
+        return audit(replace(request, reference=str(reference), candidate=str(candidate)), folder)
+    settings = settings_of(request)
     right = _recorded("the reference", reference, folder / "reference", request, settings)
     continued = replace(settings, reference=str(right.resolve()))
     own = _recorded("the candidate", candidate, folder / "candidate", request, continued)

@@ -10,7 +10,7 @@ from torch import Tensor
 from meshwright.audit.causes.copies import Copies, gradient_copies
 from meshwright.audit.causes.counts import valid_targets_of
 from meshwright.audit.causes.samples import ranks_by_samples
-from meshwright.audit.causes.wording import list_names, list_ranks, list_rows, number
+from meshwright.audit.causes.wording import list_names, list_ranks, list_rows, may_follow, number
 from meshwright.audit.evidence import SLACK, Evidence, Verdict, misfit
 
 _PARTLY = 2.0  # the residual if other gradients differ, too, which may follow from this
@@ -51,11 +51,7 @@ def missing_reduction(evidence: Evidence) -> Verdict | None:
     if others and evidence.differing_gradients[-1] not in explained:
         return None
     worst = max(one.residual for one in found)
-    also = (
-        f". The other gradients that differ ({list_names(others)}) are computed after it and may follow"
-        if others
-        else ""
-    )
+    also = may_follow(others)
     return Verdict(
         "missing_reduction",
         _sentence(evidence, same, first) + also,

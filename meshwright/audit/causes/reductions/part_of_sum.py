@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meshwright.audit.causes.samples import ranks_by_samples
-from meshwright.audit.causes.wording import list_names, list_numbers, list_ranks, number
+from meshwright.audit.causes.wording import list_numbers, list_ranks, may_follow, number
 from meshwright.audit.evidence import SLACK, Evidence, Verdict
 
 _ONLY_SEEN = 2.5  # the residual of a cause whose missing part cannot be computed from a record
@@ -45,11 +45,7 @@ def part_of_sum(evidence: Evidence) -> Verdict | None:
     holders = {part.rank for part in parts if bool(part.region.of(wrong).any())}
     group = next((ranks for ranks in groups if holders & set(ranks)), groups[0])
     others = names[:-1]
-    also = (
-        f". The other gradients that differ ({list_names(others)}) are computed after it and may follow"
-        if others
-        else ""
-    )
+    also = may_follow(others)
     return Verdict(
         "missing_reduction",
         f"rows {list_numbers(rows)} of the gradient of {name}, on {list_ranks(holders)}, look like one part of a sum:"
